@@ -1,0 +1,43 @@
+"""When did a capability emerge in training, and which attention heads made it emerge?
+
+Names are imported when first used, so `import emergent_heads` needs neither torch nor transformer_lens.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "emergent_heads.analysis.emergence": ("emergence_from_table", "emergence_table", "find_emergence"),
+    "emergent_heads.analysis.evaluation": ("evaluate",),
+    "emergent_heads.analysis.heads": ("head_trajectories", "rank_heads", "recovery_curve"),
+    "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
+    "emergent_heads.checkpoints.suites": ("suite", "suites"),
+    "emergent_heads.models.hooked": ("check_intervention", "hooked"),
+}
+_MODULES = ("errors", "tasks")
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_MODULES, *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from emergent_heads import errors, tasks
+    from emergent_heads.analysis.emergence import emergence_from_table, emergence_table, find_emergence
+    from emergent_heads.analysis.evaluation import evaluate
+    from emergent_heads.analysis.heads import head_trajectories, rank_heads, recovery_curve
+    from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
+    from emergent_heads.checkpoints.suites import suite, suites
+    from emergent_heads.models.hooked import check_intervention, hooked
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"emergent_heads.{name}")
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module 'emergent_heads' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

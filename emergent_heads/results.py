@@ -1,0 +1,50 @@
+"""What every result has: a tidy table, where it comes from, saving, a readable repr and an HTML repr."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from emergent_heads.storage import save_table
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Result:
+    """Base of the results.
+
+    Attributes:
+        table: tidy table, one row per thing measured; units stand in the column names.
+        about: how the result came about (models, task, seeds, arguments), written beside every saved table.
+    """
+
+    table: pd.DataFrame
+    about: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+    def headline(self) -> str:
+        """One line that says what came out."""
+        return type(self).__name__
+
+    def shown(self) -> pd.DataFrame:
+        """The part of the table that a repr shows."""
+        return self.table
+
+    def save(self, path: Path | str) -> Path:
+        """Writes `.table` as .csv, .parquet or .json by the suffix, and `.about` to `<path>.about.json`.
+
+        Raises:
+            OutputError: unknown suffix, or a folder that does not take files.
+        """
+        return save_table(self.table, path, self.about)
+
+    def __repr__(self) -> str:
+        shown = self.shown()
+        text = shown.to_string(index=False, max_rows=12, float_format=lambda value: f"{value:.4g}")
+        return f"{self.headline()}\n{text}"
+
+    def _repr_html_(self) -> str:
+        shown = self.shown()
+        return f"<p>{self.headline()}</p>" + shown.to_html(
+            index=False, max_rows=12, float_format=lambda value: f"{value:.4g}", border=0
+        )

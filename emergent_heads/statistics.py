@@ -1,0 +1,124 @@
+"""Intervals for what the library reports: shares, means over prompts or runs, and times that may be censored.
+
+Every function works on plain arrays and knows nothing of models. Intervals are two-sided at `level`.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+from scipy import stats
+
+from emergent_heads.randomness import numpy_generator
+
+
+class Interval(NamedTuple):
+    """Estimate with the ends of its interval, all in the unit of the data."""
+
+    value: float
+    low: float
+    high: float
+
+
+def share_interval(successes: int, n: int, level: float = 0.95) -> Interval:
+    """Share `successes / n` with its exact (Clopper-Pearson) interval; NaN throughout when `n` is 0."""
+    if n == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    bounds = stats.binomtest(successes, n).proportion_ci(confidence_level=level, method="exact")
+    return Interval(successes / n, float(bounds.low), float(bounds.high))
+
+
+def bootstrap_means(
+    values: Float[np.ndarray, "*rows n"], *, seed: int, level: float = 0.95, n_resamples: int = 2000
+) -> tuple[Float[np.ndarray, "*rows"], Float[np.ndarray, "*rows"], Float[np.ndarray, "*rows"]]:
+    """Mean over the last axis with a percentile bootstrap interval: `(mean, low, high)`.
+
+    All rows are resampled with the same draws, as prompts are shared by all heads. With fewer than two values per
+    row there is nothing to resample and the interval is NaN.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    mean = values.mean(axis=-1)
+    n = values.shape[-1]
+    if n < 2:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    # The mean of a resample is a weighted mean: multinomial counts times values is one matrix product for all rows.
+    counts = numpy_generator(seed, "bootstrap", n).multinomial(n, np.full(n, 1 / n), size=n_resamples)
+    resampled = values @ (counts.T / n)
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2], axis=-1)
+    return mean, low, high
+
+
+def bootstrap_mean(values: Float[np.ndarray, " n"], *, seed: int, level: float = 0.95) -> Interval:
+    """Mean of one sample with its percentile bootstrap interval."""
+    mean, low, high = bootstrap_means(np.asarray(values)[None], seed=seed, level=level)
+    return Interval(float(mean[0]), float(low[0]), float(high[0]))
+
+
+def censored_median(
+    times: Float[np.ndarray, " n"], censored: Bool[np.ndarray, " n"], *, level: float = 0.95
+) -> Interval:
+    """Median time under right censoring (Kaplan-Meier), with the interval where the survival band crosses one half.
+
+    An end is infinite when the curve, or the edge of its band (log-log Greenwood), never falls to one half: more than
+    half of the runs never got there. The lower end is NaN when every run is censored: nothing is known of it.
+    """
+    times, censored = np.asarray(times, float), np.asarray(censored, bool)
+    if times.size == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    survival = _survival(times, censored)
+    band = _confidence_band(survival, level)
+    median = _first_at_or_below_half(survival.quantiles, survival.probabilities)
+    # The band is undefined where the curve is 0, which is below one half, and before the first event, which is not.
+    low_band = np.where(survival.probabilities == 0, 0.0, np.nan_to_num(band.low.probabilities, nan=1.0))
+    high_band = np.nan_to_num(band.high.probabilities, nan=1.0)
+    low = float("nan") if censored.all() else _first_at_or_below_half(survival.quantiles, low_band)
+    return Interval(median, low, _first_at_or_below_half(survival.quantiles, high_band))
+
+
+def restricted_mean(
+    times: Float[np.ndarray, " n"],
+    censored: Bool[np.ndarray, " n"],
+    horizon: float,
+    *,
+    seed: int,
+    level: float = 0.95,
+    n_resamples: int = 1000,
+) -> Interval:
+    """Restricted mean time up to `horizon`: the area under the Kaplan-Meier curve, with a bootstrap interval over runs.
+
+    Runs that never got there count as `horizon`, which the name says; the plain mean would hide it.
+    """
+    times, censored = np.asarray(times, float), np.asarray(censored, bool)
+    n = times.size
+    if n == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    value = _area(times, censored, horizon)
+    if n < 2:
+        return Interval(value, float("nan"), float("nan"))
+    draws = numpy_generator(seed, "restricted mean", n).integers(n, size=(n_resamples, n))
+    areas = [_area(times[draw], censored[draw], horizon) for draw in draws]
+    low, high = np.quantile(areas, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high))
+
+
+def _survival(times: np.ndarray, censored: np.ndarray):
+    return stats.ecdf(stats.CensoredData.right_censored(times, censored)).sf
+
+
+def _confidence_band(survival, level: float):
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # the log-log band is undefined where the curve is 0 or 1
+        return survival.confidence_interval(confidence_level=level, method="log-log")
+
+
+def _first_at_or_below_half(times: np.ndarray, probabilities: np.ndarray) -> float:
+    below = np.nonzero(probabilities <= 0.5)[0]
+    return float(times[below[0]]) if below.size else float("inf")
+
+
+def _area(times: np.ndarray, censored: np.ndarray, horizon: float) -> float:
+    survival = _survival(times, censored)
+    edges = np.concatenate([[0.0], np.clip(survival.quantiles, 0, horizon), [horizon]])
+    heights = np.concatenate([[1.0], survival.probabilities])
+    return float(np.sum(np.diff(edges) * heights))
