@@ -1,0 +1,25 @@
+"""Tasks: what a model is asked to do, and how each is made.
+
+`from emergent_heads import tasks` needs neither torch nor transformers.
+"""
+
+from emergent_heads.tasks.language import (
+    from_table,
+    from_tokens,
+    in_context_repetition,
+    indirect_object,
+    pattern_completion,
+    string_repetition,
+)
+from emergent_heads.tasks.task import PromptBatch, PromptTask
+
+__all__ = [
+    "PromptBatch",
+    "PromptTask",
+    "from_table",
+    "from_tokens",
+    "in_context_repetition",
+    "indirect_object",
+    "pattern_completion",
+    "string_repetition",
+]
