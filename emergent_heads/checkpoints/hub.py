@@ -1,0 +1,339 @@
+"""Series on the Hugging Face hub: one repository whose revisions carry the step.
+
+Nothing is asked of the hub until a step is used. `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_HUB_OFFLINE` are read at every
+use, so they may be set late. Checkpoints that are to be evicted are fetched into a folder of the library's own, never
+into the hub's cache: what the user had there before is never touched.
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError
+from emergent_heads.storage import cache_folder
+
+CachePolicy = Literal["keep", "evict"]
+RETRY_WAITS_S = (1.0, 4.0)
+_COMPLETE = ".complete"  # marks a folder of ours that holds every file, and names its revision
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Checkpoints as revisions of `repository`.
+
+    Attributes:
+        repository: "owner/name".
+        pattern: name of a revision, with `{step}` for the step and `*` for parts that do not matter.
+        known_steps: the published schedule; None to read the steps from the repository's branches and tags.
+        cache: "keep" leaves checkpoints in the hub's cache; "evict" deletes each after use.
+        disk_budget_gb: most disk (10^9 bytes) that checkpoints fetched under a budget may take, over all series and
+            sessions; the least recently used go first.
+        trust_remote_code: run the model code of the repository.
+    """
+
+    repository: str
+    pattern: str = "step{step}"
+    known_steps: tuple[int, ...] | None = None
+    cache: CachePolicy = "keep"
+    disk_budget_gb: float | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pattern.count("{step}") != 1:
+            raise ArgumentError(f"pattern={self.pattern!r} must hold {{step}} once, as in 'step{{step}}'")
+        if self.cache not in ("keep", "evict"):
+            raise ArgumentError(f"cache={self.cache!r}: use 'keep' or 'evict'")
+        if self.disk_budget_gb is not None and not self.disk_budget_gb > 0:
+            raise ArgumentError(f"disk_budget_gb={self.disk_budget_gb} must be above 0")
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repository):
+            raise ArgumentError(f"{self.repository!r} is no hub repository; write owner/name")
+
+    @property
+    def name(self) -> str:
+        return self.repository.rpartition("/")[2]
+
+    def steps(self) -> tuple[int, ...]:
+        return self.known_steps if self.known_steps is not None else tuple(sorted(self._revisions))
+
+    def where(self, step: int) -> str:
+        return f"{self.repository}, revision {self._revision(step)}"
+
+    def identity(self, step: int) -> str | None:
+        """Repository and commit, found without fetching weights; None where the hub has no such revision."""
+        commit = self._commits.get(self._revision(step))
+        return commit and f"{self.repository}@{commit}"
+
+    def folder(self, step: int) -> Path:
+        """The local folder with config, weights and, where there is one, tokenizer; fetched when it is not there.
+
+        Raises:
+            CheckpointError: the hub has no such revision, or no weights in it.
+            HubError: the hub cannot be reached, refuses, or sends broken files.
+        """
+        revision = self._revision(step)
+        commit = self._commits.get(revision)
+        if commit is None:
+            raise CheckpointError(f"{self._hub_or_cache} has no revision {revision} of {self.repository}")
+        for folder in (self._hub_snapshot(commit), self._own_folder(commit)):
+            if folder is not None and _is_whole(folder):
+                return _touched(folder)
+        if _offline():
+            raise HubError(
+                f"{self.repository}, revision {revision} is not in the local cache and HF_HUB_OFFLINE is set; "
+                "unset it to fetch"
+            )
+        return self._fetch(revision, commit)
+
+    def release(self, step: int) -> None:
+        """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
+        commit = self._commits.get(self._revision(step))
+        if self.cache == "evict" and commit is not None:
+            shutil.rmtree(self._own_folder(commit), ignore_errors=True)
+
+    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
+        return (self.folder(step),)
+
+    # which revisions there are
+
+    def _revision(self, step: int) -> str:
+        if self.known_steps is not None:
+            return self.pattern.replace("{step}", str(step))
+        return self._revisions[step]
+
+    @cached_property
+    def _revisions(self) -> dict[int, str]:
+        """Step -> revision, for the revisions that fit the pattern."""
+        parts = re.split(r"(\{step\}|\*)", self.pattern)
+        regex = "".join({"{step}": r"(\d+)", "*": ".*"}.get(part, re.escape(part)) for part in parts)
+        found: dict[int, str] = {}
+        for revision in self._commits:
+            if match := re.fullmatch(regex, revision):
+                step = int(match[1])
+                if step in found:
+                    raise ArgumentError(
+                        f"pattern={self.pattern!r}: revisions {found[step]} and {revision} of {self.repository} "
+                        f"are both step {step}"
+                    )
+                found[step] = revision
+        if not found:
+            names = ", ".join(list(self._commits)[:5]) or "none"
+            raise NoCheckpointsError(
+                f"{self._hub_or_cache} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
+                f"revisions there are: {names}"
+            )
+        return found
+
+    @cached_property
+    def _commits(self) -> Mapping[str, str]:
+        """Revision -> commit: from the hub, in one call; from the local cache where the hub cannot be asked."""
+        if _offline():
+            return self._local_commits()
+        try:
+            refs = self._ask(None, lambda: self._api().list_repo_refs(self.repository))
+        except HubError as error:
+            if error.__cause__ is not None and _is_unreachable(error.__cause__) and (local := self._local_commits()):
+                return local
+            raise
+        return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
+
+    def _local_commits(self) -> dict[str, str]:
+        own = {path.read_text(): path.parent.name for path in self._own_store().glob(f"*/{_COMPLETE}")}
+        refs = _hub_cache() / _cache_name(self.repository) / "refs"
+        cached = {path.relative_to(refs).as_posix(): path.read_text().strip() for path in refs.rglob("*")}
+        return own | cached
+
+    @property
+    def _hub_or_cache(self) -> str:
+        return "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
+
+    # where files lie
+
+    def _hub_snapshot(self, commit: str) -> Path:
+        return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit
+
+    def _own_store(self) -> Path:
+        return cache_folder() / "hub" / _cache_name(self.repository)
+
+    def _own_folder(self, commit: str) -> Path:
+        return self._own_store() / commit
+
+    # fetching
+
+    def _fetch(self, revision: str, commit: str) -> Path:
+        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, shard_names, weight_entry
+
+        listing = self._ask(revision, lambda: list(self._api().list_repo_tree(self.repository, revision=commit)))
+        sizes = {file.path: file.size for file in listing if hasattr(file, "size")}
+        entry = weight_entry(sizes)
+        if entry is None or "config.json" not in sizes:
+            raise CheckpointError(f"the revision has no {'weights' if entry is None else 'config.json'}")
+        small = [name for name in TOKENIZER_NAMES if name in sizes]
+        if self.trust_remote_code:
+            small += [name for name in sizes if name.endswith(".py")]
+        place = self._place(commit)
+        # config.json is asked for by revision, which leaves the revision's commit in the hub's cache for offline use
+        config = self._download("config.json", revision, revision if "cache_dir" in place else commit, place)
+        for name in [*small, *([entry] if entry.endswith(".json") else [])]:
+            self._download(name, revision, commit, place)
+        weights = shard_names(config.parent / entry) if entry.endswith(".json") else [entry]
+        if missing := [name for name in weights if name not in sizes]:
+            raise CheckpointError(f"{missing[0]}, which {entry} lists, is missing")
+        if self.disk_budget_gb is not None:
+            self._make_room(sum(sizes[name] for name in weights), keep=config.parent)
+        for name in weights:
+            self._download(name, revision, commit, place)
+        if "local_dir" in place:
+            (config.parent / _COMPLETE).write_text(revision)
+        return config.parent
+
+    def _place(self, commit: str) -> dict[str, Any]:
+        if self.cache == "keep" and self.disk_budget_gb is None:
+            return {"cache_dir": _hub_cache()}
+        return {"local_dir": self._own_folder(commit)}
+
+    def _download(self, name: str, revision: str, at: str, place: dict[str, Any]) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(
+            self._ask(
+                revision,
+                lambda: hf_hub_download(self.repository, name, revision=at, endpoint=_endpoint(), **place),
+            )
+        )
+
+    def _make_room(self, size: int, keep: Path) -> None:
+        assert self.disk_budget_gb is not None
+        budget = self.disk_budget_gb * 1e9
+        if size > budget:
+            raise ArgumentError(
+                f"disk_budget_gb={self.disk_budget_gb} is less than one checkpoint of {self.repository} "
+                f"({size / 1e9:.3g} GB)"
+            )
+        folders = [path.parent for path in (cache_folder() / "hub").glob(f"*/*/{_COMPLETE}") if path.parent != keep]
+        taken = {folder: _size(folder) for folder in folders}
+        for folder in sorted(folders, key=lambda folder: (folder / _COMPLETE).stat().st_mtime_ns):
+            if size + sum(taken.values()) <= budget:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            del taken[folder]
+
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=_endpoint())
+
+    def _ask(self, revision: str | None, call: Callable[[], _T]) -> _T:
+        """The answer of the hub, asked again where that may help.
+
+        Raises:
+            HubError: names repository, revision and cause; the client's error is its `__cause__`.
+        """
+        # HTTPError is that of httpx or httpx2, whichever this version of the client is built on
+        from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage]
+
+        for wait in (*RETRY_WAITS_S, None):
+            try:
+                return call()
+            except (HTTPError, OSError, RuntimeError, XetDownloadError) as error:
+                if wait is None or not _may_pass(error):
+                    at = f", revision {revision}" if revision else ""
+                    raise HubError(f"{self.repository}{at} at {_endpoint()}: {_cause(error)}") from error
+                time.sleep(wait)
+        raise AssertionError
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether config, weights and a tokenizer lie in `folder`.
+
+    A folder without a tokenizer may be one that another program fetched in part, so the hub is asked unless offline.
+    """
+    from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, weight_files
+
+    if (folder / _COMPLETE).is_file():
+        return True
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
+    try:
+        return (folder / "config.json").is_file() and bool(weight_files(folder)) and (has_tokenizer or _offline())
+    except CheckpointError:
+        return False
+
+
+def _touched(folder: Path) -> Path:
+    if (marker := folder / _COMPLETE).is_file():
+        marker.touch()  # most recently used
+    return folder
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _cache_name(repository: str) -> str:
+    return "models--" + repository.replace("/", "--")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    if own := os.environ.get("HF_HUB_CACHE"):
+        return Path(own).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    said = os.environ.get("HF_HUB_OFFLINE", os.environ.get("TRANSFORMERS_OFFLINE", ""))
+    return constants.HF_HUB_OFFLINE or said.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    return getattr(response, "status_code", None)
+
+
+def _behind(error: BaseException) -> BaseException:
+    """The client wraps what went wrong into "not in the local cache"; this is what went wrong."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    status = _status(_behind(error))
+    return status is None or status >= 500
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether asking again can help: not for refusals and unknown names, nor for a full or read-only disk."""
+    behind = _behind(error)
+    status = _status(behind)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    return getattr(behind, "errno", None) is None or isinstance(behind, (ConnectionError, TimeoutError))
+
+
+def _cause(error: BaseException) -> str:
+    behind = _behind(error)
+    status = _status(behind)
+    if status in (401, 403, 404):
+        return f"the hub says {status}: no such repository or revision, or one that needs `hf auth login`"
+    if status is not None:
+        return f"the hub answers with status {status}"
+    text = str(behind).strip()
+    return text.splitlines()[0].strip() if text else type(behind).__name__

@@ -1,0 +1,80 @@
+"""The kinds of model a checkpoint can be loaded as."""
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from emergent_heads.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from emergent_heads.checkpoints.series import ModelKind
+
+_ROTARY_BASE_OF_OLD_CONVERSION = 10_000
+
+
+def as_kind(model: Any, kind: "ModelKind", tokenizer: Any | None) -> Any:
+    """`model`, a Hugging Face causal language model, as the kind asked for; it may be built into the result.
+
+    Raises:
+        UnsupportedModelError: transformer-lens cannot represent the model as this kind.
+    """
+    if kind == "bridge":
+        return _as_bridge(model, tokenizer)
+    if kind == "hooked_transformer":
+        return _as_hooked_transformer(model, tokenizer)
+    return model
+
+
+def _as_bridge(model: Any, tokenizer: Any | None) -> Any:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    architecture = type(model).__name__
+    try:
+        bridge = build_bridge_from_module(model, architecture, hf_config=model.config, tokenizer=tokenizer)
+    except (ValueError, KeyError, AssertionError, AttributeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"transformer-lens has no TransformerBridge for this {architecture} ({error}); load it as 'huggingface'"
+        ) from error
+    return bridge.eval().requires_grad_(False)
+
+
+def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
+    """Conversion by transformer-lens 3.x, without folding or centring, so activations are the model's own."""
+    try:
+        import transformer_lens.loading_from_pretrained as loading
+        from transformer_lens import HookedTransformer
+    except ImportError as error:
+        raise UnsupportedModelError(
+            "this transformer-lens has no HookedTransformer (gone since 4.0); load as 'bridge', or install "
+            "'transformer-lens<4'"
+        ) from error
+    _check_rotary_base(model.config)
+    architecture = type(model).__name__
+    model.config.architectures = [architecture]
+    try:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+            model.config.save_pretrained(folder)
+            config = loading.get_pretrained_model_config(folder, fold_ln=False, device=str(model.device))
+            config.tokenizer_name = None  # it would be looked up on the hub
+            weights = loading.get_pretrained_state_dict(folder, config, hf_model=model)
+        converted = HookedTransformer(config, tokenizer=tokenizer)
+        converted.load_and_process_state_dict(
+            weights, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+        )
+    except (ValueError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"transformer-lens cannot convert this {architecture} to a HookedTransformer ({error}); load as 'bridge'"
+        ) from error
+    return converted.eval().requires_grad_(False)
+
+
+def _check_rotary_base(config: Any) -> None:
+    """transformer-lens 3.x drops the rotary base of a GPT-NeoX config and would compute something else."""
+    if config.model_type != "gpt_neox":
+        return
+    rope = getattr(config, "rope_parameters", None) or {}
+    base = rope.get("rope_theta", getattr(config, "rotary_emb_base", _ROTARY_BASE_OF_OLD_CONVERSION))
+    if base != _ROTARY_BASE_OF_OLD_CONVERSION:
+        raise UnsupportedModelError(
+            f"transformer-lens 3 ignores the rotary base {base:g} of this GPT-NeoX and would give wrong numbers; "
+            "load as 'bridge'"
+        )

@@ -1,0 +1,392 @@
+"""The checkpoints of a run, in order, wherever they come from."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from emergent_heads.checkpoints.directory import DirectorySource, run_source
+from emergent_heads.checkpoints.hub import CachePolicy, HubSource
+from emergent_heads.errors import ArgumentError, CheckpointError, UnknownStepError
+
+if TYPE_CHECKING:
+    from emergent_heads.checkpoints.weights import Fingerprint, Resident
+    from emergent_heads.models.hooked import HookedModel
+
+ModelKind = Literal["bridge", "hooked_transformer", "huggingface"]
+
+
+class FolderSource(Protocol):
+    """Where checkpoints come from that are Hugging Face folders in the end."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    def steps(self) -> tuple[int, ...]:
+        """The steps there are, ascending."""
+        ...
+
+    def where(self, step: int) -> str:
+        """Place of a step, for messages."""
+        ...
+
+    def folder(self, step: int) -> Path:
+        """Local folder with config, weights and, where there is one, tokenizer."""
+        ...
+
+    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
+        """Folders to look for a tokenizer in, in this order."""
+        ...
+
+    def release(self, step: int) -> None:
+        """The weights of `step` have been read."""
+        ...
+
+    def identity(self, step: int) -> str | None:
+        """Key that changes when the weights of `step` do; None when unknown."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model at a step of a series; light until `load` or `hooked` is called."""
+
+    series: "CheckpointSeries"
+    step: int
+
+    def load(self, kind: ModelKind | None = None) -> Any:
+        """A model of the caller's own with the weights of this step.
+
+        Args:
+            kind: "bridge" (`TransformerBridge`), "hooked_transformer" (transformer-lens 3.x) or "huggingface";
+                None for the series' own kind.
+
+        Returns:
+            The model in float32, eval mode and without gradients, with the checkpoint's tokenizer where the kind
+            carries one. A series from a loader function gives what the function returns, as it is.
+
+        Raises:
+            CheckpointError: the weights are missing, damaged or not finite; also noted in `series.problems`.
+            UnsupportedModelError: the model cannot be had as this kind.
+            HubError: the hub does not give it.
+        """
+        return self.series._load(self.step, kind)
+
+    def hooked(self) -> "HookedModel":
+        """The series' one resident model with the weights of this step; see `CheckpointSeries.hooked`."""
+        return self.series.hooked(self.step)
+
+    def tokenizer(self) -> Any | None:
+        """The checkpoint's tokenizer; None when it has none."""
+        return self.series._tokenizer(self.step)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.series.name}, step {self.step})"
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointSeries:
+    """The checkpoints of a run, in order.
+
+    `series[step]` is by step, never by place; `series.first`, `series.last`, `series.steps`, `len` and iteration do
+    what they say. Make one by `emergent_heads.suite`, `from_hub`, `from_directory`, `from_loader` or `from_run`.
+
+    Attributes:
+        source: where the checkpoints come from.
+        kind: what `series[step].load()` gives.
+        device: where the models go.
+        seed, size: of the run, where they are known.
+        problems: step -> what is wrong with its checkpoint, filled as steps are used. Missing, damaged and not finite
+            ones cannot be used; identical ones can.
+    """
+
+    source: "FolderSource | LoaderSource"
+    kind: ModelKind = field(default="bridge", kw_only=True)
+    device: str = field(default="cpu", kw_only=True)
+    seed: int | None = field(default=None, kw_only=True)
+    size: str | None = field(default=None, kw_only=True)
+    problems: dict[int, str] = field(default_factory=dict, init=False)
+    _fingerprints: "dict[int, Fingerprint]" = field(default_factory=dict, init=False)
+    _resident: "Resident | None" = field(default=None, init=False)
+    _hooked: "HookedModel | None" = field(default=None, init=False)
+    _hooked_step: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+
+    @classmethod
+    def from_hub(
+        cls,
+        repository: str,
+        pattern: str = "step{step}",
+        *,
+        kind: ModelKind = "bridge",
+        cache: CachePolicy = "keep",
+        disk_budget_gb: float | None = None,
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> "CheckpointSeries":
+        """Series of a Hugging Face repository whose revisions (branches or tags) carry the step.
+
+        Args:
+            repository: "owner/name".
+            pattern: how a revision is named, `{step}` for the step and `*` for parts that do not matter:
+                "stage1-step{step}-tokens*B". The steps are read from the repository when first asked for.
+            kind: what `series[step].load()` gives.
+            cache: "keep" leaves checkpoints in the hub's cache; "evict" fetches into a folder of the library's own
+                and deletes each checkpoint after its weights were read. What is in the hub's cache already is used
+                and left alone.
+            disk_budget_gb: most disk (10^9 bytes) for checkpoints fetched under a budget, over all series; the least
+                recently used go first.
+            trust_remote_code: run model code of the repository.
+            device: where the models go.
+
+        Raises:
+            ArgumentError: an argument makes no sense.
+        """
+        source = HubSource(repository, pattern, None, cache, disk_budget_gb, trust_remote_code)
+        return cls(source, kind=kind, device=device)
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: Path | str,
+        *,
+        kind: ModelKind = "bridge",
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> "CheckpointSeries":
+        """Series of the `step*/` or `checkpoint-*/` folders in `path`, as `save_pretrained` and Trainer write them.
+
+        The hub is never asked.
+
+        Raises:
+            NoCheckpointsError: `path` is no folder or holds no checkpoints.
+        """
+        series = cls(DirectorySource(Path(path), trust_remote_code), kind=kind, device=device)
+        _ = series.steps  # a wrong path is told here, not at the first use
+        return series
+
+    @classmethod
+    def from_loader(
+        cls, steps: Iterable[int], load: Callable[[int], Any], *, name: str = "loader", seed: int | None = None
+    ) -> "CheckpointSeries":
+        """Series of the models that `load(step)` returns, of any kind that `emergent_heads.hooked` reads.
+
+        Raises:
+            ArgumentError: no steps, or a step twice.
+        """
+        return cls(LoaderSource(_checked_steps(steps), load, name), seed=seed)
+
+    @classmethod
+    def from_run(cls, path: Path | str, *, kind: ModelKind = "bridge", device: str = "cpu") -> "CheckpointSeries":
+        """Series of a run folder: `manifest.json` and `checkpoints/` with one Hugging Face folder `step_*/` each.
+
+        Raises:
+            NoCheckpointsError: `path` is no run folder, or its checkpoints are in another layout.
+        """
+        source, seed = run_source(Path(path))
+        return cls(source, kind=kind, device=device, seed=seed)
+
+    @property
+    def name(self) -> str:
+        """Short name of the run."""
+        return self.source.name
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that have a checkpoint, ascending. A series from the hub asks the hub once."""
+        return self.source.steps()
+
+    @property
+    def first(self) -> Checkpoint:
+        return Checkpoint(self, self.steps[0])
+
+    @property
+    def last(self) -> Checkpoint:
+        return Checkpoint(self, self.steps[-1])
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return (Checkpoint(self, step) for step in self.steps)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.steps
+
+    def __getitem__(self, step: int) -> Checkpoint:
+        if step not in self.steps:
+            raise UnknownStepError(f"{self.name} has no checkpoint at step {step!r}; {self._nearest(step)}")
+        return Checkpoint(self, int(step))
+
+    def __repr__(self) -> str:
+        if "steps" not in self.__dict__ and isinstance(self.source, HubSource) and self.source.known_steps is None:
+            return f"CheckpointSeries({self.name}, steps not asked for yet)"
+        return f"CheckpointSeries({self.name}, {len(self)} checkpoints, steps {self.steps[0]} to {self.steps[-1]})"
+
+    def identity(self, step: int) -> str | None:
+        """Key of a step's weights, stable over sessions and found without loading them; None when unknown."""
+        return self.source.identity(self[step].step)
+
+    def hooked(self, step: int) -> "HookedModel":
+        """The one resident model of the series, with the weights of `step` swapped in.
+
+        The next call replaces the weights in place, so use what it gives before asking for another step.
+
+        Raises:
+            CheckpointError: the weights are missing, damaged or not finite; also noted in `problems`.
+            HubError: the hub does not give them.
+        """
+        step = self[step].step
+        if self._hooked is None or self._hooked_step != step:
+            self._hooked_step = None  # a swap that fails leaves a mixture behind
+            with self._noting_problems(step):
+                if isinstance(self.source, LoaderSource):
+                    self._hooked = self._hook_loaded(self.source, step)
+                else:
+                    self._hooked = self._swap_in(self.source, step)
+            self._hooked_step = step
+        return self._hooked
+
+    def unload(self) -> None:
+        """Drops the resident model, which `hooked` makes anew when it is needed again."""
+        self._resident = self._hooked = self._hooked_step = None
+
+    def _swap_in(self, source: FolderSource, step: int) -> "HookedModel":
+        from emergent_heads.checkpoints.weights import Resident, architecture_of, load_tokenizer
+        from emergent_heads.models.hooked import hooked
+
+        folder = source.folder(step)
+        architecture = architecture_of(folder, source.trust_remote_code)
+        if self._resident is not None and self._resident.architecture == architecture:
+            fingerprint = self._resident.fill(folder)
+        else:
+            tokenizer = load_tokenizer(*source.tokenizer_folders(step))
+            self.unload()  # before the next model takes memory
+            self._resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
+            self._hooked = hooked(self._resident.model, tokenizer)
+            fingerprint = self._resident.fingerprint
+        source.release(step)
+        self._note_identical(step, fingerprint)
+        assert self._hooked is not None
+        return self._hooked
+
+    def _hook_loaded(self, source: "LoaderSource", step: int) -> "HookedModel":
+        from emergent_heads.models.hooked import hooked
+
+        self.unload()
+        model = source.load(step)
+        self._note_loaded(step, model)
+        return hooked(model)
+
+    def _load(self, step: int, kind: ModelKind | None) -> Any:
+        if isinstance(self.source, LoaderSource):
+            if kind is not None:
+                raise ArgumentError(f"kind={kind!r}: the loader of {self.name} decides what it returns")
+            with self._noting_problems(step):
+                model = self.source.load(step)
+                self._note_loaded(step, model)
+            return model
+        from emergent_heads.checkpoints.kinds import as_kind
+        from emergent_heads.checkpoints.weights import load_model, load_tokenizer
+
+        kind = _check_kind(kind or self.kind)
+        with self._noting_problems(step):
+            folder = self.source.folder(step)
+            model = load_model(folder, trust_remote_code=self.source.trust_remote_code, device=self.device)
+            tokenizer = load_tokenizer(*self.source.tokenizer_folders(step))
+            self.source.release(step)
+            self._note_loaded(step, model)
+        return as_kind(model, kind, tokenizer)
+
+    def _tokenizer(self, step: int) -> Any | None:
+        if isinstance(self.source, LoaderSource):
+            return getattr(self.hooked(step), "tokenizer", None)
+        from emergent_heads.checkpoints.weights import load_tokenizer
+
+        return load_tokenizer(*self.source.tokenizer_folders(step))
+
+    @contextmanager
+    def _noting_problems(self, step: int) -> Iterator[None]:
+        """Names series, step and place in errors about the weights, and notes them in `problems`."""
+        self.problems.pop(step, None)  # it may have been repaired since the last try
+        try:
+            yield
+        except CheckpointError as error:
+            message = f"step {step} of {self.name} ({self.source.where(step)}): {error}"
+            self.problems[step] = message
+            raise type(error)(message) from error
+
+    def _note_loaded(self, step: int, model: Any) -> None:
+        from torch import nn
+
+        from emergent_heads.checkpoints.weights import fingerprint
+
+        if isinstance(model, nn.Module):
+            self._note_identical(step, fingerprint(model))
+
+    def _note_identical(self, step: int, fingerprint: "Fingerprint") -> None:
+        """Notes every step but the first of those whose weights are the same."""
+        self._fingerprints[step] = fingerprint
+        first, *later = sorted([step, *self._twins(step)])
+        for other in later:
+            self.problems[other] = f"weights identical to step {first}"
+
+    def _twins(self, step: int) -> list[int]:
+        own = self._fingerprints[step]
+        return [other for other, theirs in self._fingerprints.items() if other != step and theirs == own]
+
+    def _nearest(self, step: object) -> str:
+        try:
+            near = sorted(self.steps, key=lambda other: abs(other - step))[:3]  # pyright: ignore[reportOperatorIssue]
+        except TypeError:
+            return f"a step is a number between {self.steps[0]} and {self.steps[-1]}"
+        return "nearest: " + ", ".join(str(other) for other in sorted(near))
+
+
+@dataclass(frozen=True)
+class LoaderSource:
+    """Checkpoints as whatever a function of the user's returns."""
+
+    known_steps: tuple[int, ...]
+    function: Callable[[int], Any]
+    name: str
+
+    def steps(self) -> tuple[int, ...]:
+        return self.known_steps
+
+    def where(self, step: int) -> str:
+        return f"load({step})"
+
+    def identity(self, step: int) -> str | None:
+        return None
+
+    def load(self, step: int) -> Any:
+        """The function's model.
+
+        Raises:
+            CheckpointError: the function raised what a loader raises for weights it cannot have.
+        """
+        try:
+            return self.function(step)
+        except (OSError, RuntimeError, ValueError, EOFError) as error:
+            raise CheckpointError(f"the loader raised {type(error).__name__}: {error}") from error
+
+
+def _check_kind(kind: ModelKind) -> ModelKind:
+    if kind not in get_args(ModelKind):
+        raise ArgumentError(f"kind={kind!r}: use one of {', '.join(get_args(ModelKind))}")
+    return kind
+
+
+def _checked_steps(steps: Iterable[int]) -> tuple[int, ...]:
+    given = [int(step) for step in steps]
+    if not given:
+        raise ArgumentError("steps is empty; give the steps that the loader can load")
+    if len(set(given)) < len(given):
+        raise ArgumentError("steps names a step twice")
+    return tuple(sorted(given))
