@@ -61,7 +61,8 @@ def censored_median(
     """Median time under right censoring (Kaplan-Meier), with the interval where the survival band crosses one half.
 
     An end is infinite when the curve, or the edge of its band (log-log Greenwood), never falls to one half: more than
-    half of the runs never got there. The lower end is NaN when every run is censored: nothing is known of it.
+    half of the runs never got there. The lower end is NaN where the data say nothing of it, as with a single run, or
+    when every run is censored. Ends follow `survfit` of R's survival package.
     """
     times, censored = np.asarray(times, float), np.asarray(censored, bool)
     if times.size == 0:
@@ -69,11 +70,12 @@ def censored_median(
     survival = _survival(times, censored)
     band = _confidence_band(survival, level)
     median = _first_at_or_below_half(survival.quantiles, survival.probabilities)
-    # The band is undefined where the curve is 0, which is below one half, and before the first event, which is not.
-    low_band = np.where(survival.probabilities == 0, 0.0, np.nan_to_num(band.low.probabilities, nan=1.0))
-    high_band = np.nan_to_num(band.high.probabilities, nan=1.0)
-    low = float("nan") if censored.all() else _first_at_or_below_half(survival.quantiles, low_band)
-    return Interval(median, low, _first_at_or_below_half(survival.quantiles, high_band))
+    # The band is undefined where the curve is 1 or 0; neither end may be read off there.
+    low, high = (
+        _first_at_or_below_half(survival.quantiles, np.nan_to_num(edge.probabilities, nan=1.0))
+        for edge in (band.low, band.high)
+    )
+    return Interval(median, low if np.isfinite(low) else float("nan"), high)
 
 
 def restricted_mean(
@@ -85,7 +87,7 @@ def restricted_mean(
     level: float = 0.95,
     n_resamples: int = 1000,
 ) -> Interval:
-    """Restricted mean time up to `horizon`: the area under the Kaplan-Meier curve, with a bootstrap interval over runs.
+    """Restricted mean time up to `horizon`: area under the Kaplan-Meier curve, with a bootstrap interval over runs.
 
     Runs that never got there count as `horizon`, which the name says; the plain mean would hide it.
     """
@@ -93,13 +95,12 @@ def restricted_mean(
     n = times.size
     if n == 0:
         return Interval(float("nan"), float("nan"), float("nan"))
-    value = _area(times, censored, horizon)
+    (value,) = _areas(times, censored, np.ones((1, n)), horizon)
     if n < 2:
-        return Interval(value, float("nan"), float("nan"))
-    draws = numpy_generator(seed, "restricted mean", n).integers(n, size=(n_resamples, n))
-    areas = [_area(times[draw], censored[draw], horizon) for draw in draws]
-    low, high = np.quantile(areas, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, float(low), float(high))
+        return Interval(float(value), float("nan"), float("nan"))
+    counts = numpy_generator(seed, "restricted mean", n).multinomial(n, np.full(n, 1 / n), size=n_resamples)
+    low, high = np.quantile(_areas(times, censored, counts, horizon), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(value), float(low), float(high))
 
 
 def _survival(times: np.ndarray, censored: np.ndarray):
@@ -117,8 +118,21 @@ def _first_at_or_below_half(times: np.ndarray, probabilities: np.ndarray) -> flo
     return float(times[below[0]]) if below.size else float("inf")
 
 
-def _area(times: np.ndarray, censored: np.ndarray, horizon: float) -> float:
-    survival = _survival(times, censored)
-    edges = np.concatenate([[0.0], np.clip(survival.quantiles, 0, horizon), [horizon]])
-    heights = np.concatenate([[1.0], survival.probabilities])
-    return float(np.sum(np.diff(edges) * heights))
+def _areas(
+    times: Float[np.ndarray, " n"],
+    censored: Bool[np.ndarray, " n"],
+    counts: Float[np.ndarray, "resamples n"],
+    horizon: float,
+) -> Float[np.ndarray, " resamples"]:
+    """Area up to `horizon` under the Kaplan-Meier curve of each resample, in which run i stands `counts[:, i]` times.
+
+    A curve stays level after its last run. All resamples are done at once: one curve each is 500 times slower.
+    """
+    order = np.lexsort((censored, times))  # of runs at the same time, those censored there were still at risk
+    counts = np.asarray(counts, float)[:, order]
+    at_risk = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
+    events = counts * ~censored[order]
+    hazard = np.divide(events, at_risk, out=np.zeros_like(events), where=at_risk > 0)
+    survival = np.cumprod(1 - hazard, axis=1)
+    edges = np.concatenate([[0.0], np.clip(times[order], 0, horizon), [horizon]])
+    return edges[1] + survival @ np.diff(edges[1:])
