@@ -1,0 +1,233 @@
+"""Figures. Every function takes tables or arrays and gives a matplotlib figure, to be shown or saved by the caller."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with any colour vision and in grey print.
+BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7"
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE)
+GREY = "#7F7F7F"
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look of all figures, for what is drawn inside the block."""
+    import matplotlib as mpl
+    from cycler import cycler
+
+    look: dict[Any, Any] = {
+        "axes.prop_cycle": cycler(color=COLOURS),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlesize": "medium",
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 150,
+        "font.size": 9,
+        "image.cmap": "cividis",
+        "legend.frameon": False,
+        "legend.handlelength": 1.5,
+        "lines.linewidth": 1.4,
+        "lines.markersize": 4,
+        "savefig.dpi": 150,
+    }
+    with mpl.rc_context(look):
+        yield
+
+
+def emergence_curve(
+    table: pd.DataFrame, *, task: str, threshold: float, pre: int | None, post: int | None
+) -> "Figure":
+    """What was measured of a task at each evaluated checkpoint of one series.
+
+    Args:
+        table: column `step`, and either `share_matched` and `p_target` with their intervals, or `score`.
+        task: name of the task, or of the score.
+        threshold: drawn as a dashed line.
+        pre: step of the last failing checkpoint; the interval up to `post` is shaded where both are given.
+        post: step of the first passing checkpoint.
+    """
+    with style():
+        figure, (axes,) = _panels(1, width=5.2, height=3.2)
+        if "score" in table:
+            _line(axes, table, "score", BLUE, task)
+        else:
+            _line(axes, table, "share_matched", BLUE, "share of prompts matched", ("share_low", "share_high"))
+            _line(axes, table, "p_target", VERMILION, "mean p(target)", ("p_low", "p_high"), marker="s")
+            axes.set_ylim(-0.03, 1.03)
+        axes.axhline(threshold, color=GREY, linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
+        if pre is not None and post is not None:
+            axes.axvspan(pre, post, color=ORANGE, alpha=0.35, linewidth=0, label=f"emergence: {pre} to {post}")
+        _step_axis(axes.xaxis, table["step"].tolist())
+        axes.set_xlabel("training step")
+        axes.set_ylabel(task if "score" in table else f"{task}: share, probability")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
+    """Steps to emergence against size, one panel per task.
+
+    Args:
+        table: one row per series and task, as `EmergenceTable.table`. A series without a size has a column of its own.
+        summary: one row per size and task, as `EmergenceTable.summary`; its restricted means are drawn per size.
+    """
+    tasks = list(dict.fromkeys(table["task"]))
+    labels_of_rows = table["size"].where(table["size"].notna(), table["series"]).astype(str)
+    labels = sorted(dict.fromkeys(labels_of_rows), key=_magnitude)
+    place_of = {label: place for place, label in enumerate(labels)}
+    long_labels = max(map(len, labels)) > 6
+    last = float(table["last_step"].max())
+    with style():
+        width = max(2.6 if len(tasks) > 1 else 4.8, 0.8 + (0.24 if long_labels else 0.5) * len(labels))
+        figure, panels = _panels(len(tasks), width=width, height=3.8 if long_labels else 2.8)
+        for axes, task in zip(panels, tasks, strict=True):
+            rows = table.loc[table["task"] == task]
+            _mean_line(axes, summary.loc[summary["task"] == task], place_of)
+            _dots(axes, rows, labels_of_rows[rows.index].map(place_of).to_numpy(float), never=2 * last)
+            axes.set_title(task)
+            axes.set_xticks(range(len(labels)), labels, rotation=90 if long_labels else 0)
+            axes.set_xlim(-0.6, len(labels) - 0.4)
+            if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
+                axes.set_ylabel("training steps to emergence")
+        never = {2 * last: "never"} if table["censored"].any() else {}
+        _log_steps(panels[0].yaxis, [*table["steps_to_emergence"], last], extra=never)
+        _legend_once(figure, panels)
+    return figure
+
+
+def _panels(n: int, *, width: float, height: float) -> tuple["Figure", Sequence["Axes"]]:
+    """Figure with `n` panels of that size in inches, which share the y axis, in rows of at most four or 11 inches."""
+    import matplotlib.pyplot as plt
+
+    per_row = max(1, min(n, 4, int(11 / width)))
+    n_rows = -(-n // per_row)
+    size = (width * per_row, height * n_rows + 0.4)
+    figure, grid = plt.subplots(n_rows, per_row, figsize=size, sharey=True, squeeze=False)
+    plt.close(figure)  # it is the caller's to show: what pyplot still holds is drawn twice in a notebook
+    for unused in grid.flat[n:]:
+        unused.remove()
+    return figure, list(grid.flat[:n])
+
+
+def _line(
+    axes: "Axes",
+    table: pd.DataFrame,
+    column: str,
+    colour: str,
+    label: str,
+    interval: tuple[str, str] | None = None,
+    marker: str = "o",
+) -> None:
+    axes.plot(table["step"], table[column], color=colour, marker=marker, label=label)
+    if interval is not None:
+        axes.fill_between(table["step"], table[interval[0]], table[interval[1]], color=colour, alpha=0.18, linewidth=0)
+
+
+def _dots(axes: "Axes", rows: pd.DataFrame, places: np.ndarray, never: float) -> None:
+    """A mark per series, those of one column side by side; what never emerged stands at height `never`."""
+    x = places + _side_by_side(places)
+    steps = rows["steps_to_emergence"].to_numpy(float)
+    censored = rows["censored"].to_numpy(bool)
+    lost = ~censored & (rows["persistent"].astype("boolean") == False).fillna(False).to_numpy(bool)  # noqa: E712
+    start = ~censored & (rows["status"] == "from the start").to_numpy()
+    marks: tuple[tuple[str, np.ndarray, dict[str, Any]], ...] = (
+        ("emerged", ~censored & ~lost & ~start, {"marker": "o", "color": BLUE}),
+        ("emerged, lost again later", lost & ~start, {"marker": "o", "color": BLUE, "markerfacecolor": "white"}),
+        ("there from the start", start, {"marker": "^", "color": GREEN}),
+        ("never, by the last step", censored, {"marker": "x", "color": GREY}),
+    )
+    for label, which, look in marks:
+        if which.any():
+            height = np.where(censored, never, steps)[which]
+            axes.plot(x[which], height, linestyle="none", zorder=3, label=label, **look)
+
+
+def _side_by_side(places: np.ndarray) -> np.ndarray:
+    """Offsets, within 0.3 of the middle, that keep apart the marks of one place, in their order."""
+    offsets = np.zeros(len(places))
+    for place in np.unique(places):
+        here = np.nonzero(places == place)[0]
+        reach = min(0.3, 0.07 * (len(here) - 1))
+        offsets[here] = np.linspace(-reach, reach, len(here))
+    return offsets
+
+
+def _mean_line(axes: "Axes", summary: pd.DataFrame, place_of: dict[str, int]) -> None:
+    means = summary.loc[summary["size"].notna()]
+    if means.empty:
+        return
+    means = means.assign(place=means["size"].astype(str).map(place_of)).sort_values("place")
+    mean = means["restricted_mean_step"]
+    ends = [mean - means["restricted_mean_low"].fillna(mean), means["restricted_mean_high"].fillna(mean) - mean]
+    look = {"color": VERMILION, "marker": "_", "markersize": 10, "linewidth": 0.9, "capsize": 2}
+    axes.errorbar(means["place"], mean, yerr=ends, label="restricted mean, 95 % interval", **look)
+
+
+def _step_axis(axis: "Axis", steps: Sequence[float]) -> None:
+    """Training steps, on a logarithmic axis where they span more than 30-fold."""
+    from matplotlib.ticker import EngFormatter
+
+    positive = [step for step in steps if step > 0]
+    if positive and max(positive) > 30 * min(positive):
+        _log_steps(axis, steps)
+    else:
+        axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] | None = None) -> None:
+    """Logarithmic axis for `steps`, with a place for step 0 where there is one, and ticks at `extra` heights."""
+    from matplotlib.ticker import EngFormatter, NullLocator
+
+    marks = dict(extra or {})
+    low = min((step for step in steps if step > 0), default=1.0)
+    high = max([*steps, low])
+    x = axis is axis.axes.xaxis
+    set_scale, set_limits = (
+        (axis.axes.set_xscale, axis.axes.set_xlim) if x else (axis.axes.set_yscale, axis.axes.set_ylim)
+    )
+    top = 1.25 * max([high, *marks])
+    if min(steps) > 0:
+        set_scale("log")
+        set_limits(low / 1.25, top)
+    else:
+        set_scale("symlog", linthresh=low, linscale=0.4)
+        set_limits(-0.2 * low, top)
+    decades = [10.0**power for power in range(-1, 13)]
+    factors = (1,) if high > 50 * low else (1, 2, 5)
+    ticks = [factor * decade for decade in decades for factor in factors if 0.8 * low <= factor * decade <= high]
+    ticks = [0.0, *(tick for tick in ticks if tick > 2 * low)] if min(steps) <= 0 else ticks
+    name = EngFormatter(sep="")
+    axis.set_ticks([*ticks, *marks], [*map(name, ticks), *marks.values()])
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend_once(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """One legend for all panels, above them."""
+    entries = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(dict(zip(labels, handles, strict=True)))
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside upper center",
+        ncols=max(1, int(figure.get_figwidth() / 2.1)),
+    )
+
+
+def _magnitude(label: str) -> tuple[float, str]:
+    """Sort key of a size such as "70m" or "pythia-1.4b-deduped", or of a plain number; other labels come last."""
+    found = re.search(r"(?:^|[^\w.])(\d+(?:\.\d+)?)([kmbt]?)(?![\w.])", label.lower())
+    if found is None:
+        return float("inf"), ""
+    return float(found[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2]], label
