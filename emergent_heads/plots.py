@@ -1,6 +1,7 @@
 """Figures. Every function takes tables or arrays and gives a matplotlib figure, to be shown or saved by the caller."""
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
             rows = table.loc[table["task"] == task]
             _mean_line(axes, summary.loc[summary["task"] == task], place_of)
             _dots(axes, rows, labels_of_rows[rows.index].map(place_of).to_numpy(float), never=2 * last)
-            axes.set_title(task)
+            axes.set_title(textwrap.fill(task, 36))
             axes.set_xticks(range(len(labels)), labels, rotation=90 if long_labels else 0)
             axes.set_xlim(-0.6, len(labels) - 0.4)
             if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
@@ -105,14 +106,133 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
     return figure
 
 
-def _panels(n: int, *, width: float, height: float) -> tuple["Figure", Sequence["Axes"]]:
-    """Figure with `n` panels of that size in inches, which share the y axis, in rows of at most four or 11 inches."""
+def head_map(delta_p: np.ndarray) -> "Figure":
+    """Map of delta_p `[layer, head]`, first layer at the top; heads that were not run (NaN) are hatched."""
     import matplotlib.pyplot as plt
 
-    per_row = max(1, min(n, 4, int(11 / width)))
+    n_layers, n_heads = delta_p.shape
+    limit = float(np.nanmax(np.abs(delta_p), initial=0.0)) or 1e-9
+    with style():
+        cell = 0.42 if n_heads <= 12 else 0.3
+        figure, axes = plt.subplots(figsize=(max(3.2, cell * n_heads + 1.6), max(2.0, cell * n_layers + 0.9)))
+        plt.close(figure)
+        axes.set_facecolor("#DDDDDD")
+        # Blue to orange through white: told apart with any colour vision; zero is white.
+        image = axes.imshow(delta_p, cmap=_diverging(), vmin=-limit, vmax=limit, aspect="auto")
+        axes.spines[:].set_visible(False)
+        axes.set_xticks(*_ticks(n_heads))
+        axes.set_yticks(*_ticks(n_layers))
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        bar = figure.colorbar(image, ax=axes, label="Δp(target)", pad=0.03)
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+        if delta_p.size <= 160:
+            _write_cells(axes, delta_p, limit)
+    return figure
+
+
+def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: Sequence[str]) -> "Figure":
+    """Attention patterns `[dest, src]` of heads on one prompt: pre above, post below, one column per head.
+
+    Args:
+        pairs: per head its title, its pattern before and its pattern after.
+        tokens: the prompt's tokens; written at the axes where they are few enough to be read.
+    """
+    n = len(tokens)
+    readable = n <= 32
+    side = max(2.1, 0.105 * n + 0.6) if readable else 2.6
+    with style():
+        figure, panels = _panels(2 * len(pairs), width=side, height=side, per_row=len(pairs), share_y=True)
+        for column, (title, pre, post) in enumerate(pairs):
+            for row, pattern in enumerate((pre, post)):
+                axes = panels[row * len(pairs) + column]
+                image = axes.imshow(pattern, cmap="Blues", vmin=0, vmax=1)
+                axes.set_xticks([])
+                if row == 0:
+                    axes.set_title(title)
+                elif readable:
+                    axes.set_xticks(range(n), tokens, rotation=90, fontsize=6)
+                if column == 0:
+                    axes.set_ylabel(("before: dest", "after: dest")[row])
+                    axes.set_yticks(*((range(n), tokens) if readable else ([], [])), fontsize=6)
+        figure.supxlabel("source token", fontsize=9)
+        figure.colorbar(image, ax=panels, label="attention", shrink=0.6, pad=0.02)
+    return figure
+
+
+def recovery(table: pd.DataFrame) -> "Figure":
+    """Recovered gap against the number of heads patched, with the band of the random sets."""
+    with style():
+        figure, (axes,) = _panels(1, width=5.2, height=3.2)
+        random = table[table["heads"] == "random"]
+        if len(random):
+            axes.fill_between(
+                random["k"], random["recovered_low"], random["recovered_high"], color=GREY, alpha=0.25, linewidth=0
+            )
+            axes.plot(random["k"], random["recovered_gap"], color=GREY, marker="s", label="random heads, same layers")
+        for name, colour, marker, label in (
+            ("greedy", GREEN, "^", "greedy order (chosen on these prompts)"),
+            ("ranked", BLUE, "o", "top heads by Δp"),
+        ):
+            rows = table[table["heads"] == name].sort_values("k")
+            if len(rows):
+                ends = [
+                    (rows["recovered_gap"] - rows["recovered_low"]).clip(lower=0),
+                    (rows["recovered_high"] - rows["recovered_gap"]).clip(lower=0),
+                ]
+                axes.errorbar(
+                    rows["k"], rows["recovered_gap"], yerr=ends, color=colour, marker=marker, capsize=2, label=label
+                )
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        ks = sorted(table["k"].unique())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, [*map(str, ks[:-1]), f"all {ks[-1]}"])
+        axes.xaxis.set_minor_locator(_no_ticks())
+        axes.set_xlabel("heads patched together (K)")
+        axes.set_ylabel("recovered share of the gap")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
+    """Each head's pattern score over the steps, above the task's p.
+
+    Args:
+        table: as `HeadTrajectories.table`.
+        score: one score for all heads; by default, for each head the one that changes most.
+    """
+    with style():
+        figure, (above, below) = _panels(2, width=5.4, height=2.5, per_row=1, share_y=False)
+        for index, ((layer, head), rows) in enumerate(table.groupby(["layer", "head"], sort=False)):
+            shares = ["previous_token", "induction", "duplicate_token", "first_token"]
+            name = score or str((rows[shares].max() - rows[shares].min()).idxmax())
+            look = {"color": COLOURS[index % len(COLOURS)], "marker": "osd^vP"[index // len(COLOURS) % 6]}
+            above.plot(rows["step"], rows[name], label=f"L{layer}H{head}: {name.replace('_', ' ')}", **look)
+        of_task = table.drop_duplicates("step")
+        _line(below, of_task, "p_target", VERMILION, "mean p(target)", marker="s")
+        _line(below, of_task, "share_matched", "black", "share of prompts matched")
+        for axes in (above, below):
+            _step_axis(axes.xaxis, table["step"].tolist())
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
+        above.set_ylabel("attention score" if score is None else score.replace("_", " "))
+        above.tick_params(labelbottom=False)
+        below.set_ylim(-0.03, 1.03)
+        below.set_ylabel("probability, share")
+        below.set_xlabel("training step")
+    return figure
+
+
+def _panels(
+    n: int, *, width: float, height: float, per_row: int | None = None, share_y: bool = True
+) -> tuple["Figure", Sequence["Axes"]]:
+    """Figure with `n` panels of that size in inches, by default in rows of at most four or 11 inches."""
+    import matplotlib.pyplot as plt
+
+    per_row = per_row or max(1, min(n, 4, int(11 / width)))
     n_rows = -(-n // per_row)
     size = (width * per_row, height * n_rows + 0.4)
-    figure, grid = plt.subplots(n_rows, per_row, figsize=size, sharey=True, squeeze=False)
+    figure, grid = plt.subplots(n_rows, per_row, figsize=size, sharey=share_y, squeeze=False)
     plt.close(figure)  # it is the caller's to show: what pyplot still holds is drawn twice in a notebook
     for unused in grid.flat[n:]:
         unused.remove()
@@ -209,6 +329,33 @@ def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] 
     name = EngFormatter(sep="")
     axis.set_ticks([*ticks, *marks], [*map(name, ticks), *marks.values()])
     axis.set_minor_locator(NullLocator())
+
+
+def _no_ticks() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _ticks(n: int) -> tuple[list[int], list[str]]:
+    """Places and numbers of at most about 16 ticks for things counted from 0."""
+    every = -(-n // 16)
+    places = list(range(0, n, every))
+    return places, list(map(str, places))
+
+
+def _diverging() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("orange-white-blue", [VERMILION, "#FFFFFF", BLUE])
+
+
+def _write_cells(axes: "Axes", values: np.ndarray, limit: float) -> None:
+    """The number in each cell, in thousandths where they are small, so that they fit."""
+    for (row, column), value in np.ndenumerate(values):
+        text = "not run" if np.isnan(value) else f"{value:+.3f}".replace("0.", ".")
+        colour = "white" if abs(value) > 0.6 * limit else "black"
+        axes.text(column, row, text, ha="center", va="center", fontsize=5, color=colour)
 
 
 def _legend_once(figure: "Figure", panels: Sequence["Axes"]) -> None:

@@ -55,6 +55,31 @@ def bootstrap_mean(values: Float[np.ndarray, " n"], *, seed: int, level: float =
     return Interval(float(mean[0]), float(low[0]), float(high[0]))
 
 
+def bootstrap_ratio(
+    numerator: Float[np.ndarray, " n"],
+    denominator: Float[np.ndarray, " n"],
+    *,
+    seed: int,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+) -> Interval:
+    """Ratio of two means over the same items, with a percentile bootstrap interval over the items.
+
+    NaN where the denominator's mean is 0; resamples in which it is are left out of the interval.
+    """
+    numerator, denominator = np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)
+    n, nan = len(numerator), float("nan")
+    if n == 0 or denominator.mean() == 0:
+        return Interval(nan, nan, nan)
+    value = float(numerator.mean() / denominator.mean())
+    if n < 2:
+        return Interval(value, nan, nan)
+    counts = numpy_generator(seed, "bootstrap", n).multinomial(n, np.full(n, 1 / n), size=n_resamples)
+    above, below = counts @ numerator, counts @ denominator
+    low, high = np.quantile(above[below != 0] / below[below != 0], [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high))
+
+
 def censored_median(
     times: Float[np.ndarray, " n"], censored: Bool[np.ndarray, " n"], *, level: float = 0.95
 ) -> Interval:
@@ -114,7 +139,7 @@ def _confidence_band(survival, level: float):
 
 
 def _first_at_or_below_half(times: np.ndarray, probabilities: np.ndarray) -> float:
-    below = np.nonzero(probabilities <= 0.5)[0]
+    below = np.nonzero(probabilities <= 0.5 + 1e-9)[0]  # a product of shares that is one half may round above it
     return float(times[below[0]]) if below.size else float("inf")
 
 

@@ -218,13 +218,14 @@ def find_emergence(
     ) as bar:
         evaluations = SeriesEvaluations(series, tasks, batch_size, done=bar.update)
         found = [_search_series(evaluations, index, strategy, threshold) for index in range(len(tasks))]
+    names = _names(tasks)
     points = [
         _point(
             one,
             steps=series.steps,
             table=_with_passed(evaluations.table(index), "share_matched", threshold),
             series=series.name,
-            task=tasks[index].name,
+            task=names[index],
             threshold=threshold,
             strategy=strategy,
             problems=evaluations.problems(),
@@ -246,14 +247,14 @@ def emergence_table(
     """Points of emergence of each series on each task, with a summary per size; arguments as in `find_emergence`.
 
     Raises:
-        ArgumentError: as `find_emergence`; also no series, or two series or two tasks of one name.
+        ArgumentError: as `find_emergence`; also no series, or the same task or name of a series twice.
         CheckpointError, TokenizerError, PromptError: as `find_emergence`.
     """
     tasks = list(task) if isinstance(task, Sequence) else [task]
     if not series:
         raise ArgumentError("no series given: give a list with at least one")
-    _check_distinct("series", [one.name for one in series])
-    _check_distinct("tasks", [one.name for one in tasks])
+    _check_distinct("series of the same name", [one.name for one in series])
+    _check_distinct("tasks", _names(tasks))
     points, rows = [], []
     for one in series:
         found = find_emergence(one, tasks, strategy, threshold=threshold, batch_size=batch_size, progress=progress)
@@ -297,7 +298,7 @@ def emergence_from_table(
     for keys, block in df.groupby(group, sort=False, dropna=False):
         key_of: dict[str, Any] = dict(zip(group, keys, strict=True))  # pyright: ignore[reportArgumentType, reportCallIssue]
         name = " ".join(str(key) for key in key_of.values())
-        _check_distinct(f"steps in the rows of {name}", block[step].tolist())
+        _check_distinct(f"steps of {name}", block[step].tolist())
         block = block.sort_values(step)
         for column in scores:
             point = _point_from_scores(block[step], block[column], name, strategy, threshold)
@@ -392,7 +393,7 @@ def _caveats(found: Found, steps: Sequence[int], strategy: Strategy, first_cross
         else:
             yield f"bisect assumes one rise: {said}, an earlier crossing or a later loss would be missed"
     if first_crossing is not None and (post is None or first_crossing < steps[post]):
-        yield f"step {first_crossing}, evaluated for another task, passes before the crossing found: try another strategy"
+        yield f"step {first_crossing}, evaluated for another task, passes earlier: strategy {strategy} did not look"
     unusable = [place for place, answer in sorted(found.answers.items()) if answer is None]
     if post is not None and (around := [place for place in unusable if (-1 if pre is None else pre) < place < post]):
         yield f"no checkpoint just before step {steps[post]} could be used: {_named(around, steps)}"
@@ -467,6 +468,12 @@ def _summarise(rows: pd.DataFrame) -> dict[str, float]:
     }
 
 
+def _names(tasks: Sequence[PromptTask]) -> list[str]:
+    """Names of the tasks; those that share one are told apart by their arguments."""
+    names = [task.name for task in tasks]
+    return [name if names.count(name) == 1 else repr(task) for name, task in zip(names, tasks, strict=True)]
+
+
 def _check_strategy(strategy: str) -> None:
     if strategy not in STRATEGIES:
         raise ArgumentError(f"unknown strategy {strategy!r}: {nearest(strategy, STRATEGIES)}")
@@ -475,7 +482,7 @@ def _check_strategy(strategy: str) -> None:
 def _check_distinct(what: str, names: Sequence[Hashable]) -> None:
     twice = sorted({str(name) for name in names if list(names).count(name) > 1})
     if twice:
-        raise ArgumentError(f"two {what} are the same: {', '.join(twice[:5])}; each must stand there once")
+        raise ArgumentError(f"{what} given twice: {', '.join(twice[:5])}; give each once")
 
 
 def _check_scores(
