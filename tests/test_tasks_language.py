@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from emergent_heads import tasks
@@ -280,6 +280,15 @@ def test_pythia_takes_words_and_names_as_one_token_each():
         assert row[16] in row[:16]
 
 
+@pytest.mark.parametrize("make", [tasks.in_context_repetition, tasks.pattern_completion, tasks.indirect_object])
+def test_only_words_that_are_one_token_are_asked_for(make):
+    tokenizer = byte_level(1000)
+    one_token = {word for word in (*WORDS, *NAMES) if len(tokenizer.tokenize(f" {word}")) == 1}
+    assert 20 < len(one_token) < len({*WORDS, *NAMES}) - 100
+    answers = {target.strip() for _, target in read(make(200), tokenizer)}
+    assert {answer for answer in answers if not answer.isdigit()} <= one_token
+
+
 def test_white_space_before_the_answer_is_read_as_part_of_the_prompt():
     tokenizer, task = splits_digits(), tasks.string_repetition(8)
     space, batch = tokenizer.convert_tokens_to_ids("Ġ"), batch_of(task, tokenizer)
@@ -308,7 +317,13 @@ def test_texts_show_spaces_and_parts_of_characters():
 
 
 def test_special_tokens_come_only_where_asked_for():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>")
+    inner = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    inner = tokenizer.backend_tokenizer
+    inner.post_processor = processors.TemplateProcessing(
+        "<s> $A <s>", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert tokenizer("day")["input_ids"][0] == tokenizer.bos_token_id  # as Llama's does, unless told not to
     plain, begun = (
         batch_of(tasks.indirect_object(6, prepend_bos=asked), tokenizer, len(tokenizer)) for asked in (False, True)
     )

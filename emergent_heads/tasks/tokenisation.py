@@ -25,11 +25,11 @@ def tokenise(
         where, target = f"{name}, row {row}", targets[row]
         if joint[: len(prompt)] != prompt:
             raise PromptError(
-                f"{where}: the tokenizer merges the end of the prompt {prompts[row][-20:]!r} with the target "
+                f"{where}: the tokenizer merges the end of the prompt {_end(prompts[row])} with the target "
                 f"{target!r}; put the boundary at a space, and the space into the target (' Paris')"
             )
         end = _end_of_prompt(tokenizer, joint, len(prompt))
-        _check_answer(f"{where}: the target {target!r} after {prompts[row][-40:]!r}", tokenizer, target, joint[end:])
+        _check_answer(f"{where}: the target {target!r} after {_end(prompts[row])}", tokenizer, target, joint[end:])
         rows.append(joint[:end])
         answers.append(joint[end])
     return rows, answers
@@ -142,6 +142,10 @@ def _token_text(tokenizer: Any, token: int) -> str:
         return piece
     # SentencePiece decoders drop the space that a text begins with
     return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
+
+
+def _end(prompt: str, n_characters: int = 40) -> str:
+    return repr(prompt if len(prompt) <= n_characters else f"…{prompt[-n_characters:]}")
 
 
 def _check_answer(where: str, tokenizer: Any, target: str, answer: Sequence[int]) -> None:
