@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    """Ten prompts of unequal length; the first half asks for the model's own greedy token, the rest for random ones."""
+    """Ten prompts of unequal length; the first half asks for the model's own greedy token, the rest for any."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(50, (3 + row % 4,), generator=generator).tolist() for row in range(10)]
     targets = [oracle(model, row).argmax().item() if i < 5 else (7 * i) % 50 for i, row in enumerate(rows)]
