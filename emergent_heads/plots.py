@@ -288,7 +288,8 @@ def _mean_line(axes: "Axes", summary: pd.DataFrame, place_of: dict[str, int]) ->
         return
     means = means.assign(place=means["size"].astype(str).map(place_of)).sort_values("place")
     mean = means["restricted_mean_step"]
-    ends = [mean - means["restricted_mean_low"].fillna(mean), means["restricted_mean_high"].fillna(mean) - mean]
+    ends = [mean - means["restricted_mean_low"], means["restricted_mean_high"] - mean]
+    ends = [end.fillna(0).clip(lower=0) for end in ends]  # a single seed has no interval
     look = {"color": VERMILION, "marker": "_", "markersize": 10, "linewidth": 0.9, "capsize": 2}
     axes.errorbar(means["place"], mean, yerr=ends, label="restricted mean, 95 % interval", **look)
 
