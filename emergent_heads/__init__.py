@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "emergent_heads.analysis.emergence": ("emergence_from_table", "emergence_table", "find_emergence"),
     "emergent_heads.analysis.evaluation": ("evaluate",),
-    "emergent_heads.analysis.heads": ("head_trajectories", "rank_heads", "recovery_curve"),
+    "emergent_heads.analysis.heads": ("rank_heads",),
+    "emergent_heads.analysis.recovery": ("recovery_curve",),
+    "emergent_heads.analysis.trajectories": ("head_trajectories",),
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
     "emergent_heads.checkpoints.suites": ("suite", "suites"),
     "emergent_heads.models.hooked": ("check_intervention", "hooked"),
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from emergent_heads import errors, tasks
     from emergent_heads.analysis.emergence import emergence_from_table, emergence_table, find_emergence
     from emergent_heads.analysis.evaluation import evaluate
-    from emergent_heads.analysis.heads import head_trajectories, rank_heads, recovery_curve
+    from emergent_heads.analysis.heads import rank_heads
+    from emergent_heads.analysis.recovery import recovery_curve
+    from emergent_heads.analysis.trajectories import head_trajectories
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.checkpoints.suites import suite, suites
     from emergent_heads.models.hooked import check_intervention, hooked

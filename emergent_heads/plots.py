@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -126,7 +126,7 @@ def head_map(delta_p: np.ndarray) -> "Figure":
         axes.set_ylabel("layer")
         bar = figure.colorbar(image, ax=axes, label="Δp(target)", pad=0.03)
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-        if delta_p.size <= 160:
+        if delta_p.size <= 160 and limit > 0.005:
             _write_cells(axes, delta_p, limit)
     return figure
 
@@ -143,6 +143,7 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
     side = max(2.1, 0.105 * n + 0.6) if readable else 2.6
     with style():
         figure, panels = _panels(2 * len(pairs), width=side, height=side, per_row=len(pairs), share_y=True)
+        image: Any = None
         for column, (title, pre, post) in enumerate(pairs):
             for row, pattern in enumerate((pre, post)):
                 axes = panels[row * len(pairs) + column]
@@ -174,14 +175,15 @@ def recovery(table: pd.DataFrame) -> "Figure":
             ("greedy", GREEN, "^", "greedy order (chosen on these prompts)"),
             ("ranked", BLUE, "o", "top heads by Δp"),
         ):
-            rows = table[table["heads"] == name].sort_values("k")
+            rows = table.loc[table["heads"] == name].sort_values("k")
             if len(rows):
                 ends = [
                     (rows["recovered_gap"] - rows["recovered_low"]).clip(lower=0),
                     (rows["recovered_high"] - rows["recovered_gap"]).clip(lower=0),
                 ]
+                beside = rows["k"] * (0.96 if name == "greedy" else 1)  # so that neither hides the other
                 axes.errorbar(
-                    rows["k"], rows["recovered_gap"], yerr=ends, color=colour, marker=marker, capsize=2, label=label
+                    beside, rows["recovered_gap"], yerr=ends, color=colour, marker=marker, capsize=2, label=label
                 )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -204,11 +206,15 @@ def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
     """
     with style():
         figure, (above, below) = _panels(2, width=5.4, height=2.5, per_row=1, share_y=False)
-        for index, ((layer, head), rows) in enumerate(table.groupby(["layer", "head"], sort=False)):
+        for index, (head, rows) in enumerate(table.groupby(["layer", "head"], sort=False)):
             shares = ["previous_token", "induction", "duplicate_token", "first_token"]
             name = score or str((rows[shares].max() - rows[shares].min()).idxmax())
-            look = {"color": COLOURS[index % len(COLOURS)], "marker": "osd^vP"[index // len(COLOURS) % 6]}
-            above.plot(rows["step"], rows[name], label=f"L{layer}H{head}: {name.replace('_', ' ')}", **look)
+            look: dict[str, Any] = {
+                "color": COLOURS[index % len(COLOURS)],
+                "marker": "osd^vP"[index // len(COLOURS) % 6],
+            }
+            label = "L{}H{}".format(*cast(tuple[int, int], head))
+            above.plot(rows["step"], rows[name], label=f"{label}: {name.replace('_', ' ')}", **look)
         of_task = table.drop_duplicates("step")
         _line(below, of_task, "p_target", VERMILION, "mean p(target)", marker="s")
         _line(below, of_task, "share_matched", "black", "share of prompts matched")

@@ -59,7 +59,7 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner reads
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

@@ -88,9 +88,9 @@ class HookedModel(ABC):
 
     # Where the kind keeps its modules, one per layer.
     _module: nn.Module
-    _blocks: Sequence[nn.Module]
-    _attention: Sequence[nn.Module]
-    _mlp: Sequence[nn.Module | None]
+    _blocks: Sequence[Any]
+    _attention: Sequence[Any]
+    _mlp: Sequence[Any]  # None where a block has no module of its own for it
     _unembedding: nn.Module
 
     def __init__(self) -> None:
@@ -729,11 +729,12 @@ def _at(values: Float[Tensor, "row pos width"], positions: Int[Tensor, " row"]) 
 
 
 def _read(logits: Float[Tensor, "*rows vocabulary"], targets: Int[Tensor, " prompt"]) -> Answers:
-    if not torch.isfinite(logits).all():
+    # Few passes over the logits: with a large vocabulary and a small model they are most of the work.
+    index = targets.expand(logits.shape[:-1])
+    log_p = logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(-1)
+    if not torch.isfinite(log_p).all():
         raise NotFiniteError("the model's logits are NaN or infinite: its weights are damaged, or its dtype overflows")
-    index = targets.expand(logits.shape[:-1])[..., None]
-    log_p = logits.log_softmax(-1).gather(-1, index)[..., 0]
-    return Answers(log_p.cpu(), (logits.argmax(-1) == targets).cpu())
+    return Answers(log_p.cpu(), (logits.argmax(-1) == index).cpu())
 
 
 def _in_batches(run: Callable[[int, int], Answers], n: int, size: int) -> Answers:

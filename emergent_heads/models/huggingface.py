@@ -6,7 +6,7 @@ patterns, the model uses one that hands the pattern over; otherwise it uses its 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +45,7 @@ class HuggingFaceModel(HookedModel):
         self.n_layers = config.num_hidden_layers
         self.n_heads = config.num_attention_heads
         self.d_model = config.hidden_size
-        self.vocabulary_size = model.get_input_embeddings().weight.shape[0]
+        self.vocabulary_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         self.context = getattr(config, "max_position_embeddings", None)
         self.tokenizer = tokenizer
         self._blocks = _block_list(model, self.n_layers)
@@ -87,8 +87,10 @@ class HuggingFaceModel(HookedModel):
 
             return called
 
-        candidates = [module for block in self._blocks for module in block.modules() if hasattr(module, "layer_idx")]
-        by_layer = {module.layer_idx: module for module in candidates if list(module.children())}
+        candidates: list[Any] = [
+            module for block in self._blocks for module in block.modules() if hasattr(module, "layer_idx")
+        ]
+        by_layer: dict[int, nn.Module] = {module.layer_idx: module for module in candidates}
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         try:
             with self._evaluating(), _watched(self._model, candidates, on_pattern), ExitStack() as stack:
@@ -120,7 +122,7 @@ def _watched(model: PreTrainedModel, modules: Sequence[nn.Module], callback: OnP
     """The model's attention runs through `_watched_attention`, which calls `callback`."""
     AttentionInterface.register(_NAME, _watched_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    own = model.config._attn_implementation
+    own = model.config._attn_implementation or "eager"
     for module in modules:
         object.__setattr__(module, _CALLBACK, callback)
     try:

@@ -1,7 +1,7 @@
-"""TransformerLens models: `HookedTransformer` (3.x) and `TransformerBridge` (3.x and 4.x), through their hook points."""
+"""TransformerLens models through their hook points: `HookedTransformer` (3.x) and `TransformerBridge` (3.x, 4.x)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ class _TransformerLensModel(HookedModel):
         self.tokenizer = tokenizer if tokenizer is not None else model.tokenizer
         self._d_head = model.cfg.d_head
         self._blocks = list(model.blocks)
-        self._attention = [getattr(block, "attn", None) for block in self._blocks]
+        self._attention: Sequence[Any] = [getattr(block, "attn", None) for block in self._blocks]
         self._mlp = [getattr(block, "mlp", None) for block in self._blocks]
         if missing := [layer for layer, module in enumerate(self._attention) if not hasattr(module, "hook_pattern")]:
             raise InterventionHasNoEffect(self._no_pattern_message(missing))

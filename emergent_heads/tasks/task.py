@@ -1,4 +1,4 @@
-"""What a prompt task is: prompts with one right next token each, turned into token ids by the model's own tokenizer."""
+"""What a prompt task is: prompts with one right next token each, as token ids by the model's own tokenizer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

@@ -1,0 +1,260 @@
+"""Which attention heads made a capability emerge: heads ranked by delta_p.
+
+For each head, the pattern it has in the later checkpoint (post) is put into the earlier one (pre), everything else
+stays pre's own; delta_p is how much p(target) rises (Baherwani et al. 2026, arXiv 2606.25010, section 2.2). Patterns
+are post-softmax attention; `rows="last"` replaces only the row of the answer's position.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from scipy import stats
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from emergent_heads import plots
+from emergent_heads.analysis.patching import Pair, check_choice, open_pair
+from emergent_heads.analysis.pattern_scores import SCORES, pattern_scores
+from emergent_heads.errors import ArgumentError
+from emergent_heads.randomness import numpy_generator
+from emergent_heads.results import Result
+from emergent_heads.statistics import bootstrap_means, share_interval
+from emergent_heads.tasks.task import PromptTask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class HeadRanking(Result):
+    """Heads ranked by delta_p, best first.
+
+    Attributes:
+        table: one row per head: `layer`, `head`, `delta_p` with its bootstrap interval over prompts (`ci_low`,
+            `ci_high`), `share_improved` (prompts whose p rose), `delta_log_p_nats` with interval, `share_matched`
+            (prompts answered right with the patch), and the pattern scores before and after (`entropy_nats_pre`,
+            ...; see `pattern_scores`). A screened ranking has `first_order_estimate` and `run` ("best", "sample" or
+            "not run") too, and NaN where a head was not run.
+        delta_p: `[layer, head, prompt]`, NaN for heads not run.
+        example: one prompt's tokens with every head's pattern before and after, for `plot_patterns`.
+    """
+
+    delta_p: Float[np.ndarray, "layer head prompt"]
+    example: "PatternExample"
+
+    def top(self, k: int) -> list[tuple[int, int]]:
+        """The k heads that rank highest, as `(layer, head)`."""
+        ranked = self.table.dropna(subset=["delta_p"]).head(k)
+        return list(zip(ranked["layer"].tolist(), ranked["head"].tolist(), strict=True))
+
+    def headline(self) -> str:
+        about = self.about
+        return (
+            f"HeadRanking: {about['pre']} -> {about['post']}, {about['n_prompts']} prompts of {about['task_name']}; "
+            f"p {about['p_pre']:.3f} -> {about['p_post']:.3f}"
+        )
+
+    def shown(self) -> pd.DataFrame:
+        columns = ["layer", "head", "delta_p", "ci_low", "ci_high", "share_improved", "previous_token_post"]
+        return self.table.loc[:, [*columns, "induction_post"]]
+
+    def plot(self) -> "Figure":
+        """Map of delta_p over layers and heads."""
+        return plots.head_map(self.delta_p.mean(axis=-1))
+
+    def plot_patterns(self, k: int = 4) -> "Figure":
+        """The top k heads' patterns on one prompt, before and after."""
+        delta_p = self.delta_p.mean(axis=-1)
+        pairs = [
+            (
+                f"L{layer}H{head}  Δp {delta_p[layer, head]:+.3f}",
+                self.example.pre[layer, head],
+                self.example.post[layer, head],
+            )
+            for layer, head in self.top(k)
+        ]
+        return plots.pattern_pairs(pairs, self.example.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class PatternExample:
+    """One prompt's tokens as strings and its patterns `[layer, head, dest, src]` in pre and in post."""
+
+    texts: tuple[str, ...]
+    pre: Float[np.ndarray, "layer head dest src"]
+    post: Float[np.ndarray, "layer head dest src"]
+
+
+def rank_heads(
+    pre: Any,
+    post: Any,
+    task: PromptTask,
+    *,
+    rows: str = "all",
+    prompts: str = "all",
+    method: str = "exact",
+    n_best: int = 16,
+    n_sample: int = 16,
+    batch_size: int | None = None,
+    seed: int = 0,
+) -> HeadRanking:
+    """Ranks heads by delta_p: post's pattern of one head put into pre, everything else pre's own.
+
+    Args:
+        pre, post: the checkpoint before and at the point of emergence: handles of a series, or models of any
+            supported kind, mixed too.
+        task: the capability.
+        rows: "all" replaces whole patterns, "last" only the row of the answer's position.
+        prompts: "all", or "flipped" for those that pre gets wrong and post right (the paper's situation).
+        method: "exact" runs every head. "screen" estimates every head to first order with one gradient pass, then
+            runs the `n_best` with the largest estimates and `n_sample` random others, and reports in
+            `.about["screen"]` how well the estimates rank that sample. Estimates never stand in `delta_p`.
+        n_best, n_sample: for "screen" only.
+        batch_size: largest number of sequences run together; by default chosen from the model's width.
+        seed: of the bootstrap and the random sample.
+
+    Raises:
+        ModelMismatchError: the models have different shapes.
+        InterventionHasNoEffect: patterns of pre cannot be edited.
+        PromptError: a prompt cannot be used, or none is flipped.
+    """
+    check_choice("method", method, ("exact", "screen"))
+    pair = open_pair(pre, post, task, prompts=prompts, rows=rows)
+    about = {**pair.about, "method": method, "seed": seed}
+    n_layers, n_heads = pair.model.n_layers, pair.model.n_heads
+    chosen, columns = np.ones((n_layers, n_heads), bool), {}
+    if method == "screen":
+        estimates = _first_order_estimates(pair, rows)
+        chosen, run = _screened(estimates, n_best, n_sample, seed)
+        columns = {"first_order_estimate": estimates, "run": run}
+    log_p, matched = _patched_answers(pair, chosen, rows, batch_size)
+    delta_p = np.exp(log_p) - pair.p_pre
+    table = _table(delta_p, log_p - pair.pre.log_p.double().numpy(), matched, _scores(pair), seed, columns)
+    if method == "screen":
+        about["screen"] = _screen_report(table)
+    return HeadRanking(table, delta_p, _example(pair), about=about)
+
+
+def _patched_answers(
+    pair: Pair, chosen: Bool[np.ndarray, "layer head"], rows: str, batch_size: int | None
+) -> tuple[Float[np.ndarray, "layer head prompt"], Float[np.ndarray, "layer head prompt"]]:
+    """Log p and match with each chosen head patched alone; NaN for the others."""
+    log_p = np.full((*chosen.shape, len(pair.batch)), np.nan)
+    matched = log_p.copy()
+    # A head whose pattern is the same in both models is not run: nothing changes, so its answers are pre's.
+    same = np.array([_same_heads(*patterns) for patterns in zip(pair.pre_patterns, pair.post_patterns, strict=True)])
+    log_p[chosen & same] = pair.pre.log_p.double().numpy()
+    matched[chosen & same] = pair.pre.matched.numpy()
+    with tqdm(total=int((chosen & ~same).sum()) * len(pair.batch), desc="heads x prompts", leave=False) as progress:
+        for prompts, trace, patterns in pair.traces():
+            for layer, new in enumerate(patterns):
+                heads = np.nonzero(chosen[layer] & ~same[layer])[0]
+                if not len(heads):
+                    continue
+                answers = pair.model.patch_heads(trace, layer, heads.tolist(), new, rows=rows, batch_size=batch_size)
+                log_p[layer, heads, prompts] = answers.log_p.double().numpy()
+                matched[layer, heads, prompts] = answers.matched.numpy()
+                progress.update(answers.log_p.numel())
+    return log_p, matched
+
+
+def _same_heads(pre: Float[Tensor, "prompt head dest src"], post: Float[Tensor, "prompt head dest src"]) -> np.ndarray:
+    return (pre == post).flatten(2).all(-1).all(0).numpy()
+
+
+def _scores(pair: Pair) -> dict[str, Float[np.ndarray, "layer head"]]:
+    columns = {}
+    for name in SCORES:
+        for time in ("pre", "post"):
+            columns[f"{name}_{time}"] = []
+    for time, patterns in (("pre", pair.pre_patterns), ("post", pair.post_patterns)):
+        for of_layer in patterns:
+            for name, values in pattern_scores(of_layer, pair.batch).items():
+                columns[f"{name}_{time}"].append(values.nanmean(0).numpy())
+    return {name: np.stack(layers) for name, layers in columns.items()}
+
+
+def _table(
+    delta_p: Float[np.ndarray, "layer head prompt"],
+    delta_log_p: Float[np.ndarray, "layer head prompt"],
+    matched: Float[np.ndarray, "layer head prompt"],
+    scores: dict[str, Float[np.ndarray, "layer head"]],
+    seed: int,
+    columns: dict[str, np.ndarray],
+) -> pd.DataFrame:
+    layer, head = np.indices(delta_p.shape[:2])
+    mean, low, high = bootstrap_means(delta_p, seed=seed)
+    log_mean, log_low, log_high = bootstrap_means(delta_log_p, seed=seed)
+    table = pd.DataFrame(
+        {
+            "layer": layer.ravel(),
+            "head": head.ravel(),
+            "delta_p": mean.ravel(),
+            "ci_low": low.ravel(),
+            "ci_high": high.ravel(),
+            "share_improved": np.where(np.isnan(mean), np.nan, (delta_p > 0).mean(-1)).ravel(),
+            "share_matched": matched.mean(-1).ravel(),
+            "delta_log_p_nats": log_mean.ravel(),
+            "delta_log_p_low": log_low.ravel(),
+            "delta_log_p_high": log_high.ravel(),
+            **{name: values.ravel() for name, values in {**columns, **scores}.items()},
+        }
+    )
+    return table.sort_values("delta_p", ascending=False, kind="stable", ignore_index=True)
+
+
+def _example(pair: Pair) -> PatternExample:
+    end = int(pair.batch.positions[0]) + 1
+    pre, post = (
+        np.stack([patterns[0, :, :end, :end].numpy() for patterns in of])
+        for of in (pair.pre_patterns, pair.post_patterns)
+    )
+    return PatternExample(pair.batch.texts[0][:end], pre, post)
+
+
+def _first_order_estimates(pair: Pair, rows: str) -> Float[np.ndarray, "layer head"]:
+    """Mean over prompts of gradient of p(target) times the change of the pattern (attribution patching)."""
+    total = torch.zeros(pair.model.n_layers, pair.model.n_heads, dtype=torch.float64)
+    for _, trace, patterns in pair.traces():
+        batch = trace.batch
+        for layer, gradient in enumerate(pair.model.pattern_gradients(batch)):
+            first_order = gradient * (patterns[layer] - trace.patterns[layer])
+            if rows == "last":
+                first_order = first_order[torch.arange(len(batch)), :, batch.positions][:, :, None]
+            total[layer] += first_order.double().sum((0, 2, 3)).cpu()
+    return (total / len(pair.batch)).numpy()
+
+
+def _screened(
+    estimates: Float[np.ndarray, "layer head"], n_best: int, n_sample: int, seed: int
+) -> tuple[Bool[np.ndarray, "layer head"], np.ndarray]:
+    """Which heads to run: those with the largest estimates, and a random sample of the rest."""
+    if n_best < 1 or n_sample < 0:
+        raise ArgumentError(
+            f"n_best={n_best}, n_sample={n_sample}: give at least one best head and no negative sample"
+        )
+    order = np.argsort(-estimates, axis=None, kind="stable")
+    best, rest = order[:n_best], order[n_best:]
+    sample = numpy_generator(seed, "screen sample").choice(rest, size=min(n_sample, len(rest)), replace=False)
+    run = np.full(estimates.size, "not run", dtype=object)
+    run[best], run[sample] = "best", "sample"
+    run = run.reshape(estimates.shape)
+    return run != "not run", run
+
+
+def _screen_report(table: pd.DataFrame) -> dict[str, Any]:
+    """How well the estimates rank the random sample, and how often the sample holds a head that should be on top."""
+    sample, best = table.loc[table["run"] == "sample"], table.loc[table["run"] == "best"]
+    report: dict[str, Any] = {"n_best": len(best), "n_sample": len(sample)}
+    estimated, measured = (sample[column].to_numpy() for column in ("first_order_estimate", "delta_p"))
+    if len(sample) > 2 and np.ptp(estimated) > 0 and np.ptp(measured) > 0:  # a constant has no ranks
+        report["spearman_on_sample"] = float(np.corrcoef(stats.rankdata(estimated), stats.rankdata(measured))[0, 1])
+    if len(sample):
+        missed = int((measured > np.median(best["delta_p"].to_numpy())).sum())
+        share = share_interval(missed, len(sample))
+        report["share_of_sample_above_median_best"] = share._asdict()
+    return report

@@ -1,0 +1,139 @@
+"""Two checkpoints and the prompts they share: what every patching analysis starts from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from emergent_heads.analysis.evaluation import model_name
+from emergent_heads.errors import ArgumentError, ModelMismatchError, PromptError
+from emergent_heads.models.hooked import Answers, HookedModel, Trace, hooked
+from emergent_heads.tasks.task import PromptBatch, PromptTask
+
+# Prompts traced together: a trace holds every layer's residual stream, so this bounds memory, not speed.
+_TRACE_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The earlier model, ready to be patched, with what is needed of the later one.
+
+    Attributes:
+        model: the pre model.
+        batch: the prompts in use.
+        pre, post: how each model answers them.
+        pre_patterns, post_patterns: per layer, on the CPU.
+        about: for a result's `.about`.
+    """
+
+    model: HookedModel
+    batch: PromptBatch
+    pre: Answers
+    post: Answers
+    pre_patterns: list[Float[Tensor, "prompt head dest src"]]
+    post_patterns: list[Float[Tensor, "prompt head dest src"]]
+    about: dict[str, Any]
+
+    @property
+    def p_pre(self) -> Float[np.ndarray, " prompt"]:
+        return self.pre.log_p.double().exp().numpy()
+
+    @property
+    def p_post(self) -> Float[np.ndarray, " prompt"]:
+        return self.post.log_p.double().exp().numpy()
+
+    def traces(self) -> Iterator[tuple[slice, Trace, list[Float[Tensor, "prompt head dest src"]]]]:
+        """Passes of pre over the prompts, in pieces that fit into memory, with post's patterns on the same device."""
+        for piece in _pieces(self.model, self.batch):
+            trace = self.model.trace(self.batch.select(piece))
+            yield slice(piece[0], piece[-1] + 1), trace, [p[piece].to(self.model.device) for p in self.post_patterns]
+
+
+def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", rows: str = "all") -> Pair:
+    """Runs both models over the task's prompts; the later one first, so that one resident model serves both.
+
+    Args:
+        pre, post: the checkpoint before and at the point of emergence: handles of a series, or models of any
+            supported kind.
+        task: the capability.
+        prompts: "all", or "flipped" for those that pre gets wrong and post right.
+        rows: "all" or "last", checked here and kept in `.about`.
+
+    Raises:
+        ModelMismatchError: the models have different shapes.
+        PromptError: no prompt is left.
+    """
+    check_choice("prompts", prompts, ("all", "flipped"))
+    check_choice("rows", rows, ("all", "last"))
+    later = hooked(post)
+    shape = later.shape
+    batch = task.batch(later.tokenizer, vocabulary_size=later.vocabulary_size, context=later.context)
+    later.check_pattern_edits()
+    after, post_patterns = _answers_and_patterns(later, batch)
+    model = hooked(pre)  # from here on `later` may hold pre's weights
+    _check_same_shape(model.shape, shape)
+    model.check_pattern_edits()
+    before, pre_patterns = _answers_and_patterns(model, batch)
+    if prompts == "flipped":
+        kept = np.nonzero((~before.matched & after.matched).numpy())[0]
+        if not len(kept):
+            raise PromptError(
+                f"none of the {len(batch)} prompts is wrong in pre and right in post "
+                f"(right in pre: {int(before.matched.sum())}, in post: {int(after.matched.sum())}); "
+                'use prompts="all", or other checkpoints'
+            )
+        before, after = (Answers(answers.log_p[kept], answers.matched[kept]) for answers in (before, after))
+        batch = batch.select(kept)
+        pre_patterns, post_patterns = ([layer[kept] for layer in of] for of in (pre_patterns, post_patterns))
+    about = {
+        "pre": model_name(pre),
+        "post": model_name(post),
+        "task": repr(task),
+        "task_name": task.name,
+        "prompts": prompts,
+        "rows": rows,
+        "n_prompts": len(batch),
+        "n_layers": model.n_layers,
+        "n_heads": model.n_heads,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "p_pre": float(before.log_p.double().exp().mean()),
+        "p_post": float(after.log_p.double().exp().mean()),
+        "share_matched_pre": float(before.matched.double().mean()),
+        "share_matched_post": float(after.matched.double().mean()),
+    }
+    return Pair(model, batch, before, after, pre_patterns, post_patterns, about)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ArgumentError where `value` is none of the choices."""
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def _answers_and_patterns(model: HookedModel, batch: PromptBatch) -> tuple[Answers, list[Tensor]]:
+    answers, patterns = [], []
+    for piece in _pieces(model, batch):
+        part = batch.select(piece)
+        answers.append(model.answers(part))
+        patterns.append([pattern.cpu() for pattern in model.patterns(part.tokens).values()])
+    joined = Answers(torch.cat([part.log_p for part in answers]), torch.cat([part.matched for part in answers]))
+    return joined, [torch.cat(layer) for layer in zip(*patterns, strict=True)]
+
+
+def _pieces(model: HookedModel, batch: PromptBatch) -> list[np.ndarray]:
+    """Row numbers of the prompts, in pieces whose traces fit into memory."""
+    n, length = batch.tokens.shape
+    per_prompt = length * model.n_layers * (4 * model.d_model + model.n_heads * length)
+    return np.array_split(np.arange(n), -(-n * per_prompt // _TRACE_ELEMENTS))
+
+
+def _check_same_shape(pre: dict[str, int], post: dict[str, int]) -> None:
+    if different := [f"{name} {pre[name]} in pre, {post[name]} in post" for name in pre if pre[name] != post[name]]:
+        raise ModelMismatchError(
+            f"the two models have different shapes ({'; '.join(different)}): give two checkpoints of one model"
+        )
