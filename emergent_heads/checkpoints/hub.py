@@ -5,6 +5,7 @@ use, so they may be set late. Checkpoints that are to be evicted are fetched int
 into the hub's cache: what the user had there before is never touched.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -63,7 +64,10 @@ class HubSource:
         return self.known_steps if self.known_steps is not None else tuple(sorted(self._revisions))
 
     def where(self, step: int) -> str:
-        return f"{self.repository}, revision {self._revision(step)}"
+        revision = self._revision(step)
+        commit = self._commits.get(revision) if "_commits" in self.__dict__ else None
+        copies = [folder for folder in self._places(commit) if folder.is_dir()] if commit else []
+        return f"{self.repository}, revision {revision}" + "".join(f", copy in {folder}" for folder in copies[:1])
 
     def identity(self, step: int) -> str | None:
         """Repository and commit, found without fetching weights; None where the hub has no such revision."""
@@ -79,14 +83,14 @@ class HubSource:
         """
         revision = self._revision(step)
         commit = self._commits.get(revision)
-        if commit is None:
-            raise CheckpointError(f"{self._hub_or_cache} has no revision {revision} of {self.repository}")
-        for folder in (self._hub_snapshot(commit), self._own_folder(commit)):
-            if folder is not None and _is_whole(folder):
+        if commit is None and not _offline():
+            raise CheckpointError("the hub has no such revision")
+        for folder in self._places(commit) if commit else ():
+            if _is_whole(folder):
                 return _touched(folder)
-        if _offline():
+        if commit is None or _offline():
             raise HubError(
-                f"{self.repository}, revision {revision} is not in the local cache and HF_HUB_OFFLINE is set; "
+                f"{self.repository}, revision {revision} is not in the local cache, and HF_HUB_OFFLINE is set; "
                 "unset it to fetch"
             )
         return self._fetch(revision, commit)
@@ -124,39 +128,32 @@ class HubSource:
                 found[step] = revision
         if not found:
             names = ", ".join(list(self._commits)[:5]) or "none"
+            place = "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
             raise NoCheckpointsError(
-                f"{self._hub_or_cache} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
+                f"{place} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
                 f"revisions there are: {names}"
             )
         return found
 
     @cached_property
     def _commits(self) -> Mapping[str, str]:
-        """Revision -> commit: from the hub, in one call; from the local cache where the hub cannot be asked."""
+        """Revision -> commit, from the hub in one call; offline those in the local cache."""
         if _offline():
             return self._local_commits()
-        try:
-            refs = self._ask(None, lambda: self._api().list_repo_refs(self.repository))
-        except HubError as error:
-            if error.__cause__ is not None and _is_unreachable(error.__cause__) and (local := self._local_commits()):
-                return local
-            raise
+        refs = self._ask(None, lambda: self._api().list_repo_refs(self.repository))
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def _local_commits(self) -> dict[str, str]:
         own = {path.read_text(): path.parent.name for path in self._own_store().glob(f"*/{_COMPLETE}")}
         refs = _hub_cache() / _cache_name(self.repository) / "refs"
-        cached = {path.relative_to(refs).as_posix(): path.read_text().strip() for path in refs.rglob("*")}
-        return own | cached
-
-    @property
-    def _hub_or_cache(self) -> str:
-        return "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
+        files = [path for path in refs.rglob("*") if path.is_file()]
+        return own | {path.relative_to(refs).as_posix(): path.read_text().strip() for path in files}
 
     # where files lie
 
-    def _hub_snapshot(self, commit: str) -> Path:
-        return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit
+    def _places(self, commit: str) -> tuple[Path, Path]:
+        """Where a copy may lie: in the hub's cache, or in our own store."""
+        return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit, self._own_folder(commit)
 
     def _own_store(self) -> Path:
         return cache_folder() / "hub" / _cache_name(self.repository)
@@ -216,9 +213,9 @@ class HubSource:
                 f"disk_budget_gb={self.disk_budget_gb} is less than one checkpoint of {self.repository} "
                 f"({size / 1e9:.3g} GB)"
             )
-        folders = [path.parent for path in (cache_folder() / "hub").glob(f"*/*/{_COMPLETE}") if path.parent != keep]
+        folders = [folder for folder in (cache_folder() / "hub").glob("*/*") if folder != keep]
         taken = {folder: _size(folder) for folder in folders}
-        for folder in sorted(folders, key=lambda folder: (folder / _COMPLETE).stat().st_mtime_ns):
+        for folder in sorted(folders, key=_last_use):
             if size + sum(taken.values()) <= budget:
                 return
             shutil.rmtree(folder, ignore_errors=True)
@@ -244,7 +241,7 @@ class HubSource:
             except (HTTPError, OSError, RuntimeError, XetDownloadError) as error:
                 if wait is None or not _may_pass(error):
                     at = f", revision {revision}" if revision else ""
-                    raise HubError(f"{self.repository}{at} at {_endpoint()}: {_cause(error)}") from error
+                    raise HubError(f"{self.repository}{at}, from {_endpoint()}: {_cause(error)}") from error
                 time.sleep(wait)
         raise AssertionError
 
@@ -269,6 +266,11 @@ def _touched(folder: Path) -> Path:
     if (marker := folder / _COMPLETE).is_file():
         marker.touch()  # most recently used
     return folder
+
+
+def _last_use(folder: Path) -> int:
+    marker = folder / _COMPLETE
+    return (marker if marker.is_file() else folder).stat().st_mtime_ns
 
 
 def _size(folder: Path) -> int:
@@ -314,11 +316,6 @@ def _behind(error: BaseException) -> BaseException:
     return error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
 
 
-def _is_unreachable(error: BaseException) -> bool:
-    status = _status(_behind(error))
-    return status is None or status >= 500
-
-
 def _may_pass(error: BaseException) -> bool:
     """Whether asking again can help: not for refusals and unknown names, nor for a full or read-only disk."""
     behind = _behind(error)
@@ -336,4 +333,7 @@ def _cause(error: BaseException) -> str:
     if status is not None:
         return f"the hub answers with status {status}"
     text = str(behind).strip()
-    return text.splitlines()[0].strip() if text else type(behind).__name__
+    reason = text.splitlines()[0].strip() if text else type(behind).__name__
+    if getattr(behind, "errno", None) in (None, errno.ECONNREFUSED) and "Consistency" not in reason:
+        return f"it cannot be reached ({reason}); set HF_HUB_OFFLINE=1 to work with what is in the local cache"
+    return reason

@@ -11,6 +11,23 @@ if TYPE_CHECKING:
 _ROTARY_BASE_OF_OLD_CONVERSION = 10_000
 
 
+def check_kind(kind: "ModelKind") -> None:
+    """Refuses a kind that the installed transformer-lens does not have.
+
+    Raises:
+        UnsupportedModelError: "hooked_transformer" with transformer-lens 4.
+    """
+    if kind != "hooked_transformer":
+        return
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedModelError(
+            "this transformer-lens has no HookedTransformer (gone since 4.0); load as 'bridge', or install "
+            "'transformer-lens<4'"
+        ) from error
+
+
 def as_kind(model: Any, kind: "ModelKind", tokenizer: Any | None) -> Any:
     """`model`, a Hugging Face causal language model, as the kind asked for; it may be built into the result.
 
@@ -39,14 +56,9 @@ def _as_bridge(model: Any, tokenizer: Any | None) -> Any:
 
 def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
     """Conversion by transformer-lens 3.x, without folding or centring, so activations are the model's own."""
-    try:
-        import transformer_lens.loading_from_pretrained as loading
-        from transformer_lens import HookedTransformer
-    except ImportError as error:
-        raise UnsupportedModelError(
-            "this transformer-lens has no HookedTransformer (gone since 4.0); load as 'bridge', or install "
-            "'transformer-lens<4'"
-        ) from error
+    import transformer_lens.loading_from_pretrained as loading
+    from transformer_lens import HookedTransformer
+
     _check_rotary_base(model.config)
     architecture = type(model).__name__
     model.config.architectures = [architecture]

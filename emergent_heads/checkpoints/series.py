@@ -260,18 +260,16 @@ class CheckpointSeries:
         from emergent_heads.checkpoints.weights import Resident, architecture_of, load_tokenizer
         from emergent_heads.models.hooked import hooked
 
-        folder = source.folder(step)
-        architecture = architecture_of(folder, source.trust_remote_code)
-        if self._resident is not None and self._resident.architecture == architecture:
-            fingerprint = self._resident.fill(folder)
-        else:
-            tokenizer = load_tokenizer(*source.tokenizer_folders(step))
-            self.unload()  # before the next model takes memory
-            self._resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
-            self._hooked = hooked(self._resident.model, tokenizer)
-            fingerprint = self._resident.fingerprint
-        source.release(step)
-        self._note_identical(step, fingerprint)
+        with _fetched(source, step) as folder:
+            architecture = architecture_of(folder, source.trust_remote_code)
+            if self._resident is not None and self._resident.architecture == architecture:
+                self._resident.fill(folder)
+            else:
+                tokenizer = load_tokenizer(*source.tokenizer_folders(step))
+                self.unload()  # before the next model takes memory
+                self._resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
+                self._hooked = hooked(self._resident.model, tokenizer)
+        self._note_identical(step, self._resident.fingerprint)
         assert self._hooked is not None
         return self._hooked
 
@@ -291,15 +289,14 @@ class CheckpointSeries:
                 model = self.source.load(step)
                 self._note_loaded(step, model)
             return model
-        from emergent_heads.checkpoints.kinds import as_kind
+        from emergent_heads.checkpoints.kinds import as_kind, check_kind
         from emergent_heads.checkpoints.weights import load_model, load_tokenizer
 
         kind = _check_kind(kind or self.kind)
-        with self._noting_problems(step):
-            folder = self.source.folder(step)
+        check_kind(kind)  # before anything is fetched for it
+        with self._noting_problems(step), _fetched(self.source, step) as folder:
             model = load_model(folder, trust_remote_code=self.source.trust_remote_code, device=self.device)
             tokenizer = load_tokenizer(*self.source.tokenizer_folders(step))
-            self.source.release(step)
             self._note_loaded(step, model)
         return as_kind(model, kind, tokenizer)
 
@@ -308,7 +305,8 @@ class CheckpointSeries:
             return getattr(self.hooked(step), "tokenizer", None)
         from emergent_heads.checkpoints.weights import load_tokenizer
 
-        return load_tokenizer(*self.source.tokenizer_folders(step))
+        with self._noting_problems(step), _fetched(self.source, step):
+            return load_tokenizer(*self.source.tokenizer_folders(step))
 
     @contextmanager
     def _noting_problems(self, step: int) -> Iterator[None]:
@@ -375,6 +373,16 @@ class LoaderSource:
             return self.function(step)
         except (OSError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(f"the loader raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _fetched(source: FolderSource, step: int) -> Iterator[Path]:
+    """The folder of a step while it is read."""
+    folder = source.folder(step)
+    try:
+        yield folder
+    finally:
+        source.release(step)
 
 
 def _check_kind(kind: ModelKind) -> ModelKind:

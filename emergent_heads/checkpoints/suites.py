@@ -127,7 +127,11 @@ def _find(name: str, seed: int) -> tuple[Suite, int]:
     runs = {repository: (found, run) for found in SUITES.values() for run, repository in found.repositories.items()}
     short = {repository.partition("/")[2]: run for repository, run in runs.items()}
     if name not in runs and name not in short:
-        raise UnknownSuiteError(f"no suite {name!r}; {nearest(name, dict.fromkeys([*SUITES, *short]))}")
+        names = dict.fromkeys([*SUITES, *short])
+        longer = [
+            other for other in names if name and name in other
+        ]  # difflib finds "gpt2" unlike "stanford-gpt2-small"
+        raise UnknownSuiteError(f"no suite {name!r}; {nearest(name, longer or names)}")
     found, own = (runs | short)[name]
     if seed not in (0, own):
         raise UnknownSuiteError(f"{name} is seed {own}, not {seed}; give {found.name!r} to choose a seed")

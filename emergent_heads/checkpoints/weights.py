@@ -219,7 +219,7 @@ def _open_pickle(path: Path) -> dict[str, Callable[[], Tensor]]:
         except RuntimeError:  # files older than torch 1.6 cannot be mapped
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "unsupported" in str(error).lower():
+        if _is_pickle(path) and "unsupported" in str(error).lower():
             raise UnsafeWeightsError(
                 f"reading {path.name} would run code stored in it ({_refused(error)}); "
                 "convert it to safetensors in a place that may run that code"
@@ -380,6 +380,11 @@ def _measured(name: str, tensor: Tensor, source: Tensor | None = None) -> list[f
     if isinstance(tensor, nn.Parameter) and not torch.isfinite(torch.tensor(total)) and not flat.isfinite().all():
         raise CheckpointError(f"its weights are not finite: {name} holds NaN or infinite values")
     return [total, *flat[:: max(1, flat.numel() // 3)][:3].double().tolist()]
+
+
+def _is_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2)[:1] in (b"P", b"\x80")  # a zip archive, as torch.save writes them, or a bare pickle
 
 
 def _refused(error: BaseException) -> str:

@@ -1,0 +1,221 @@
+"""A hub on the loopback address that the real `huggingface_hub` client talks to.
+
+It serves saved models as revisions and fails on request::
+
+    with serving({("org/tiny", "step1"): folder}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)      # or hub.environment(cache) for all variables at once
+        hub.fail("resolve", status=503, times=2)
+
+Folders may also be made lazily: pass `folder_of(repository, revision) -> Path | None` and
+`revisions_of(repository) -> list of names`.
+"""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+FolderOf = Callable[[str, str], Path | None]
+RevisionsOf = Callable[[str], list[str]]
+
+
+@dataclass
+class Fault:
+    """What goes wrong: for requests whose path holds `where`, the next `times` times (always if None)."""
+
+    where: str
+    status: int | None = None  # answer with this status
+    drop: bool = False  # close the connection without an answer
+    truncate: bool = False  # send half the file and say that this is all
+    times: int | None = None
+
+    def applies(self, path: str, sends_file: bool) -> bool:
+        if self.where not in path or self.times == 0 or (self.truncate and not sends_file):
+            return False
+        if self.times is not None:
+            self.times -= 1
+        return True
+
+
+@dataclass
+class Hub:
+    """A running server; `requests` are the "METHOD path" it has seen."""
+
+    folder_of: FolderOf
+    revisions_of: RevisionsOf
+    endpoint: str = ""
+    requests: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, where: str = "", *, times: int | None = None, **how) -> None:
+        """Adds a fault: `status=503`, `drop=True` or `truncate=True`."""
+        self.faults.append(Fault(where, times=times, **how))
+
+    def environment(self, cache: Path) -> dict[str, str]:
+        """Variables that point client and library to this server and to caches of their own in `cache`."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HUB_CACHE": str(cache / "hub"),
+            "EMERGENT_HEADS_CACHE": str(cache / "emergent_heads"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+
+    def fetched(self, name: str) -> int:
+        """How often the file `name` was downloaded."""
+        return sum(request.startswith("GET") and request.endswith(f"/{name}") for request in self.requests)
+
+    def commit(self, repository: str, revision: str) -> str:
+        return hashlib.sha1(f"{repository}@{revision}".encode()).hexdigest()
+
+    def revision(self, repository: str, name: str) -> str | None:
+        """The revision of a name or commit."""
+        revisions = self.revisions_of(repository)
+        if name in revisions:
+            return name
+        return next((revision for revision in revisions if self.commit(repository, revision) == name), None)
+
+    def fault(self, path: str, sends_file: bool) -> Fault | None:
+        with self._lock:
+            return next((fault for fault in self.faults if fault.applies(path, sends_file)), None)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append(f"{self.command} {path}")
+        fault = self.hub.fault(path, sends_file=self.command == "GET" and "/resolve/" in path)
+        if fault is not None and fault.drop:
+            self.close_connection = True
+            return
+        if fault is not None and fault.status is not None:
+            return self._send(fault.status, b"{}")
+        if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(refs|tree|revision)(?:/(.+))?", path):
+            return self._answer_api(*match.groups())
+        if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/(.+)/([^/]+)", path):
+            return self._send_file(*match.groups(), half=fault is not None and fault.truncate)
+        return self._send(404, b"{}")
+
+    def _answer_api(self, repository: str, what: str, name: str | None) -> None:
+        revisions = self.hub.revisions_of(repository)
+        if not revisions:
+            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if what == "refs":
+            branches = [
+                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": self.hub.commit(repository, name)}
+                for name in revisions
+            ]
+            return self._send_json({"branches": branches, "converts": [], "tags": []})
+        found = self._folder(repository, name or "main")
+        if found is None:
+            return None
+        revision, folder = found
+        files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+        if what == "tree":
+            entries = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": _etag(p)} for p in files]
+            return self._send_json(entries)
+        siblings = [{"rfilename": path.name} for path in files]
+        sha = self.hub.commit(repository, revision)
+        return self._send_json({"id": repository, "sha": sha, "siblings": siblings})
+
+    def _send_file(self, repository: str, name: str, filename: str, half: bool) -> None:
+        found = self._folder(repository, name)
+        if found is None:
+            return None
+        revision, folder = found
+        headers = {"X-Repo-Commit": self.hub.commit(repository, revision)}
+        if not (folder / filename).is_file():
+            return self._send(404, b"", headers | {"X-Error-Code": "EntryNotFound"})
+        content = (folder / filename).read_bytes()
+        headers |= {"ETag": f'"{_etag(folder / filename)}"', "X-Linked-Size": str(len(content))}
+        start = int(match[1]) if (match := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        if half:
+            return self._send(200, content[: len(content) // 2], headers)
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        return self._send(206 if start else 200, content[start:], headers)
+
+    def _folder(self, repository: str, name: str) -> tuple[str, Path] | None:
+        revision = self.hub.revision(repository, name)
+        folder = revision and self.hub.folder_of(repository, revision)
+        if not revision or not folder:
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        return revision, folder
+
+    def _send_json(self, content: object) -> None:
+        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keeps the tests' output quiet."""
+
+
+def _etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def serving(
+    folders: Mapping[tuple[str, str], Path] | FolderOf, revisions_of: RevisionsOf | None = None
+) -> Iterator[Hub]:
+    """Serves `(repository, revision) -> folder` until the block ends."""
+    if isinstance(folders, Mapping):
+        known = folders
+
+        def folder_of(repository: str, revision: str) -> Path | None:
+            return known.get((repository, revision))
+
+        def all_revisions(repository: str) -> list[str]:
+            return [revision for owner, revision in known if owner == repository]
+
+        hub = Hub(folder_of, revisions_of or all_revisions)
+    else:
+        assert revisions_of is not None, "a function of folders needs a function of revisions"
+        hub = Hub(folders, revisions_of)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, cache: Path) -> list[float]:
+    """Points this process to `hub` and makes waiting instant; gives the list of the waits asked for."""
+    for name, value in hub.environment(cache).items():
+        monkeypatch.setenv(name, value)
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    return waits
