@@ -58,10 +58,18 @@ class FakeModel:
 class FakeSeries:
     """Series with a number of matched prompts per step (and task); -1 gives NaN logits, None no usable weights."""
 
-    seed, size = 3, "160m"
-
-    def __init__(self, *matched, name="run-seed3", kept=None, weights=None, error=CheckpointError):
-        self.name, self.steps = name, STEPS[: len(matched[0])]
+    def __init__(
+        self,
+        *matched,
+        name="run-seed3",
+        steps=STEPS,
+        size="160m",
+        seed=3,
+        kept=None,
+        weights=None,
+        error=CheckpointError,
+    ):
+        self.name, self.steps, self.size, self.seed = name, steps[: len(matched[0])], size, seed
         self.matched = dict(zip(self.steps, zip(*matched, strict=True), strict=True))
         self.evaluations = KeptTables.open(kept)
         self.problems, self.error, self.weights = {}, error, weights
@@ -261,6 +269,9 @@ def test_unusable_checkpoints_are_passed_over_and_named(strategy, bad):
     assert reason in point.problems[200]
     assert "no checkpoint just before step 300 could be used: step 100, 200" in point.caveats
     assert "the last checkpoints could not be used: step 600" in point.caveats
+    for said in (repr(point), point._repr_html_()):
+        assert "caveat: the last checkpoints could not be used: step 600" in said
+        assert "problems (see .problems): step 100, 200, 600" in said
 
 
 def test_a_first_checkpoint_that_cannot_be_used():
@@ -330,9 +341,7 @@ def two_sizes():
     for size, shift in (("14m", 0), ("1b", 2)):
         for seed in range(3):
             copy = RISING[shift + seed :] + [9] * (shift + seed) if (size, seed) != ("14m", 1) else [0] * 12
-            one = FakeSeries(copy, LOST, name=f"{size}-seed{seed}")
-            one.size, one.seed = size, seed
-            series.append(one)
+            series.append(FakeSeries(copy, LOST, name=f"{size}-seed{seed}", size=size, seed=seed))
     return eh.emergence_table(series, [Curve(0, "copy"), Curve(1, "lost")], "scan", progress=False)
 
 
@@ -367,6 +376,36 @@ def test_summary_counts_the_censored_seeds(two_sizes):
     assert small["median_step"] == 150
     lost = summary.loc[("1b", "lost")]
     assert (lost["n_solved"], lost["n_persistent"]) == (3, 0)
+
+
+def test_summary_does_not_say_what_bisection_did_not_look_at():
+    (summary,) = eh.emergence_table([FakeSeries(RISING)], Curve(), progress=False).summary.to_dict("records")
+    assert summary["n_solved"] == 1
+    assert pd.isna(summary["n_persistent"])
+
+
+def test_the_papers_means_come_out_of_its_points():
+    """Steps to emergence (thousands) and their drawn mean, read off the figure of string repetition."""
+    drawn = {
+        "14m": ([2.5, 3.5, 7.5, 13.5, 66.5, 112.5, *4 * [None]], 77.8),
+        "31m": ([1.5, 1.5, 2.5, 9.5, 14.5, 47.5, 104.5, 142.5, *2 * [None]], 61.0),
+        "160m": ([0.756, 1.5, 4.5, 5.5, 6.5, 6.5, 18.5, 47.5, 138.5, None], 37.3),
+        "410m": ([*4 * [1.5], 2.5, *3 * [4.5], 5.5, 30.5], 5.8),
+    }
+    steps = (0, *(2**power for power in range(10)), *range(1000, 144_000, 1000))
+    series = []
+    for size, (midpoints, _) in drawn.items():
+        for seed, midpoint in enumerate(midpoints):
+            matched = [0 if midpoint is None or step < 1000 * midpoint else 9 for step in steps]
+            series.append(FakeSeries(matched, name=f"{size}-seed{seed}", steps=steps, size=size, seed=seed))
+    found = eh.emergence_table(series, Curve(), progress=False)
+    assert found.table["n_evaluated"].max() <= 10
+    solved = [1000 * midpoint for midpoints, _ in drawn.values() for midpoint in midpoints if midpoint is not None]
+    assert found.table["midpoint"].dropna().tolist() == solved
+    summary = found.summary.set_index("size")
+    assert summary["n_solved"].to_dict() == {"14m": 6, "31m": 8, "160m": 9, "410m": 10}
+    for size, (_, mean) in drawn.items():
+        assert summary.loc[size, "restricted_mean_step"] == pytest.approx(1000 * mean, abs=50)
 
 
 def test_emergence_table_refuses_what_would_count_twice():
@@ -431,8 +470,7 @@ def test_curve_shades_the_interval_and_draws_what_was_measured(tmp_path):
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("curve", [[0], [0] * 12, [9] * 12, [0, 9]])
 def test_every_outcome_can_be_drawn(curve, tmp_path):
-    series = FakeSeries(curve)
-    series.size = None
+    series = FakeSeries(curve, size=None)
     table = eh.emergence_table([series], Curve(), progress=False)
     table.plot().savefig(tmp_path / "scatter.png")
     table.points[0].plot().savefig(tmp_path / "curve.png")

@@ -176,6 +176,12 @@ def test_rows_need_no_order_and_several_scores_become_tasks(scores):
     assert "points of emergence of 2 series: 3 never, 1 emerged" in repr(found)
 
 
+def test_numbers_written_as_text_are_numbers(scores):
+    (point, _) = eh.emergence_from_table(scores.assign(step=["100", "2", "10", "20"] * 2), 0.5).points
+    assert point.require() == (10, 20)
+    assert point.table["step"].tolist() == [2, 10, 20, 100]
+
+
 def test_size_and_seed_are_group_columns(scores):
     found = eh.emergence_from_table(scores, 0.5, group=["model", "run"], size="model", seed="run")
     assert found.table["series"].tolist() == ["a 0", "b 1"]
@@ -203,6 +209,7 @@ def changed(scores, row, column, value):
         (None, {"group": ["model", "size"], "step": "steps"}, r"no column \['size', 'steps'\]"),
         (None, {"group": []}, "at least one group column"),
         (None, {"score": []}, "at least one group column and one score"),
+        (None, {"score": ["other", "other"]}, "score columns given twice: other"),
         (None, {"seed": "run"}, "seed='run' is none of the group columns"),
         (None, {"size": "size"}, "size='size' is none of the group columns"),
         (None, {"threshold": float("nan")}, "threshold is nan"),

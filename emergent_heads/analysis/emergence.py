@@ -8,6 +8,7 @@ each result also says where the crossing that lasts is, and what the search coul
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -108,6 +109,17 @@ class EmergencePoint(Result):
             f"({self.strategy}, threshold {self.threshold:g}, {len(self.table)} of {self.n_checkpoints} checkpoints)"
         )
 
+    def __repr__(self) -> str:
+        return "\n".join([super().__repr__(), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + "".join(f"<p>{escape(note)}</p>" for note in self._notes())
+
+    def _notes(self) -> Iterable[str]:
+        yield from (f"caveat: {caveat}" for caveat in self.caveats)
+        if self.problems:
+            yield f"problems (see .problems): step {', '.join(map(str, self.problems))}"
+
     def plot(self) -> "Figure":
         """What was measured against the training step, with the interval between `pre` and `post` shaded."""
         return plots.emergence_curve(
@@ -133,19 +145,24 @@ class EmergenceTable(Result):
     def summary(self) -> pd.DataFrame:
         """One row per size and task, over its series ("seeds").
 
-        Columns: `n_seeds`; `n_solved` (passing at any evaluated checkpoint the search found) as `share_solved` with
-        its exact interval; `n_persistent`, those known to last; `median_step` of the steps to emergence (Kaplan-Meier,
-        "never" censored at its last step; infinite where half of the seeds never got there); and
-        `restricted_mean_step` up to `restricted_to_step`, the smallest last step among the seeds, with a bootstrap
-        interval over seeds.
+        Columns: `n_seeds`; `n_solved` (passing at a checkpoint that the search found) and `share_solved` with its exact
+        interval; `n_persistent`, of those the ones that last (missing after `bisect`, which does not look);
+        `median_step` of the steps to emergence (Kaplan-Meier, "never" censored at its last step; infinite where half
+        of the seeds never got there); and `restricted_mean_step` up to `restricted_to_step`, the smallest last step
+        among the seeds, with a bootstrap interval over seeds.
         """
         groups = self.table.groupby(["size", "task"], sort=False, dropna=False)
-        return pd.DataFrame([{"size": size, "task": task, **_summarise(rows)} for (size, task), rows in groups])  # pyright: ignore[reportGeneralTypeIssues]
+        rows = [{"size": size, "task": task, **_summarise(rows)} for (size, task), rows in groups]  # pyright: ignore[reportGeneralTypeIssues]
+        return pd.DataFrame(rows).astype({"n_persistent": "Int64"})
 
     def headline(self) -> str:
         counts = self.table["status"].value_counts()
         said = ", ".join(f"{count} {status}" for status, count in counts.items())
         return f"points of emergence of {self.table['series'].nunique()} series: {said}"
+
+    def shown(self) -> pd.DataFrame:
+        kept = ["series", "task", "status", "pre", "post", "persistent_crossing", "n_evaluated"]
+        return self.table.loc[:, kept]
 
     def plot(self) -> "Figure":
         """Steps to emergence against size: a dot per series, crosses for never, the restricted mean as a line."""
@@ -294,6 +311,7 @@ def emergence_from_table(
     scores = [score] if isinstance(score, str) else list(score)
     _check_strategy(strategy)
     _check_scores(df, group, step, scores, {"size": size, "seed": seed}, threshold)
+    df = df.assign(**{name: pd.to_numeric(df[name]) for name in [step, *scores]})  # "1000" would sort before "2"
     points, rows = [], []
     for keys, block in df.groupby(group, sort=False, dropna=False):
         key_of: dict[str, Any] = dict(zip(group, keys, strict=True))  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -447,6 +465,7 @@ def _emergence_table(
 
 def _summarise(rows: pd.DataFrame) -> dict[str, float]:
     times, censored = rows["steps_to_emergence"].to_numpy(), rows["censored"].to_numpy()
+    lasting = rows.loc[~censored, "persistent"]
     horizon = int(rows["last_step"].min())
     share = share_interval(int((~censored).sum()), len(rows))
     median = censored_median(times, censored)
@@ -457,7 +476,7 @@ def _summarise(rows: pd.DataFrame) -> dict[str, float]:
         "share_solved": share.value,
         "share_low": share.low,
         "share_high": share.high,
-        "n_persistent": int(rows["persistent"].fillna(False).sum()),
+        "n_persistent": None if lasting.isna().any() else int(lasting.sum()),
         "median_step": median.value,
         "median_low": median.low,
         "median_high": median.high,
@@ -497,6 +516,7 @@ def _check_scores(
         raise ArgumentError(f"the table has no column {missing}; it has {list(map(str, df.columns))}")
     if not group or not scores:
         raise ArgumentError("give at least one group column and one score column")
+    _check_distinct("score columns", scores)
     for role, name in roles.items():
         if name is not None and name not in group:
             raise ArgumentError(f"{role}={name!r} is none of the group columns {list(group)}; add it to group")
