@@ -145,7 +145,7 @@ class EmergenceTable(Result):
     def summary(self) -> pd.DataFrame:
         """One row per size and task, over its series ("seeds").
 
-        Columns: `n_seeds`; `n_solved` (passing at a checkpoint that the search found) and `share_solved` with its exact
+        Columns: `n_seeds`; `n_solved` (passing at a checkpoint the search found) and `share_solved` with its exact
         interval; `n_persistent`, of those the ones that last (missing after `bisect`, which does not look);
         `median_step` of the steps to emergence (Kaplan-Meier, "never" censored at its last step; infinite where half
         of the seeds never got there); and `restricted_mean_step` up to `restricted_to_step`, the smallest last step
@@ -463,7 +463,7 @@ def _emergence_table(
     return EmergenceTable(table, points=tuple(points), about=about)
 
 
-def _summarise(rows: pd.DataFrame) -> dict[str, float]:
+def _summarise(rows: pd.DataFrame) -> dict[str, float | None]:
     times, censored = rows["steps_to_emergence"].to_numpy(), rows["censored"].to_numpy()
     lasting = rows.loc[~censored, "persistent"]
     horizon = int(rows["last_step"].min())
