@@ -746,9 +746,9 @@ def _in_batches(run: Callable[[int, int], Answers], n: int, size: int) -> Answer
         try:
             done.append(run(start, stop))
         except (RuntimeError, MemoryError) as error:
-            if size == 1 or not _is_out_of_memory(error):
+            if stop - start == 1 or not _is_out_of_memory(error):
                 raise
-            size = max(1, size // 2)
+            size = (stop - start) // 2
             continue
         start = stop
     return Answers(torch.cat([answers.log_p for answers in done]), torch.cat([answers.matched for answers in done]))
