@@ -22,11 +22,16 @@ TOKENS = torch.arange(2 * 7).reshape(2, 7) % VOCABULARY
 
 def tiny_neox(seed: int, **changes):
     torch.manual_seed(seed)
-    shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    config = GPTNeoXConfig(
-        **(shape | dict(vocab_size=VOCABULARY, max_position_embeddings=32, rotary_pct=0.5) | changes)
-    )
-    return scrambled(GPTNeoXForCausalLM(config), seed)
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "rotary_pct": 0.5,
+    }
+    return scrambled(GPTNeoXForCausalLM(GPTNeoXConfig(**(shape | changes))), seed)
 
 
 def tiny_gpt2(seed: int):

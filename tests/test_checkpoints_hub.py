@@ -169,7 +169,7 @@ def test_a_hub_that_refuses_connections(folders, tmp_path, monkeypatch):
 
 
 def test_an_unknown_repository(hub):
-    with pytest.raises(HubError, match="EleutherAI/none.* says 404"):
+    with pytest.raises(HubError, match=r"EleutherAI/none.* says 404"):
         CheckpointSeries.from_hub("EleutherAI/none").hooked(1)
     assert hub.waits == []
 
@@ -190,7 +190,7 @@ def test_a_revision_without_weights_is_a_problem_of_that_step_only(tmp_path, mon
     with serving(folders | {(REPOSITORY, "step40000"): bare}) as hub:
         use_hub(monkeypatch, hub, tmp_path / "cache")
         series = hub_series()
-        with pytest.raises(CheckpointError, match="revision step40000.*: the revision has no weights"):
+        with pytest.raises(CheckpointError, match=r"revision step40000.*: the revision has no weights"):
             series.hooked(40000)
         assert set(series.problems) == {40000}
         assert_holds(series, 1, folders)
@@ -248,7 +248,7 @@ def test_offline_uses_what_is_in_the_cache_and_nothing_else(hub, folders, monkey
 
 def test_offline_with_an_empty_cache(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(NoCheckpointsError, match="the local cache .*HF_HUB_OFFLINE is set.* has no revision"):
+    with pytest.raises(NoCheckpointsError, match=r"the local cache .*HF_HUB_OFFLINE is set.* has no revision"):
         _ = hub_series().steps
     assert hub.requests == []
 

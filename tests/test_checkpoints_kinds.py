@@ -55,13 +55,13 @@ def test_a_rotary_base_that_transformer_lens_ignores_is_refused(tmp_path):
 
 @needs_tl3
 def test_a_model_that_transformer_lens_cannot_convert_is_refused(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="cannot convert this GPT2LMHeadModel .*load as 'bridge'"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot convert this GPT2LMHeadModel .*load as 'bridge'"):
         series_of(tmp_path, tiny_gpt2(1)).first.load("hooked_transformer")
 
 
 @pytest.mark.skipif(HookedTransformer is not None, reason="transformer-lens 3.x has HookedTransformer")
 def test_without_hooked_transformer_the_message_says_so(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="gone since 4.0"):
+    with pytest.raises(UnsupportedModelError, match=r"gone since 4\.0"):
         series_of(tmp_path, tiny_neox(1)).first.load("hooked_transformer")
 
 

@@ -93,6 +93,32 @@ def test_callers_own_models_do_not_change_with_the_series(tmp_path):
     assert {(parameter.dtype, parameter.requires_grad) for parameter in own.parameters()} == {(torch.float32, False)}
 
 
+def test_models_do_not_depend_on_the_file_once_loaded(tmp_path):
+    """transformers maps the file into memory, so writing it again would change the model or end the process."""
+    save(tiny_neox(1), tmp_path / "step1")
+    series = CheckpointSeries.from_directory(tmp_path)
+    own = series[1].load("huggingface")
+    series.hooked(1)
+    expected = logits_of(tmp_path / "step1")
+    weights = tmp_path / "step1" / "model.safetensors"
+    with weights.open("r+b") as file:  # in place: the same file, other numbers
+        file.seek(weights.stat().st_size // 2)
+        file.write(bytes(weights.stat().st_size // 2))
+    assert not torch.equal(logits_of(tmp_path / "step1"), expected)
+    assert torch.equal(logits(own), expected)
+    assert torch.equal(logits(series._resident.model), expected)
+
+
+def test_swaps_leave_the_files_as_they_were(tmp_path):
+    for step in (1, 2):
+        save(tiny_neox(step), tmp_path / f"step{step}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    series = CheckpointSeries.from_directory(tmp_path)
+    for step in (1, 2, 1):
+        series.hooked(step)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_old_pythia_pickles_and_new_safetensors_mix_in_one_series(tmp_path):
     """Half precision, `embed_out` for `lm_head`, and buffers that are no parameters any more."""
     save_as_old_pythia(tiny_neox(1), tmp_path / "step1")

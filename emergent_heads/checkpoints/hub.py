@@ -2,7 +2,7 @@
 
 Nothing is asked of the hub until a step is used. `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_HUB_OFFLINE` are read at every
 use, so they may be set late. Checkpoints that are to be evicted are fetched into a folder of the library's own, never
-into the hub's cache: what the user had there before is never touched.
+into the hub's cache: what the user had there before is never touched. Only folders with our marker are ever deleted.
 """
 
 import errno
@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError
+from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError, OutputError
 from emergent_heads.storage import cache_folder
 
 CachePolicy = Literal["keep", "evict"]
 RETRY_WAITS_S = (1.0, 4.0)
-_COMPLETE = ".complete"  # marks a folder of ours that holds every file, and names its revision
+_MARKER = ".fetched_by_emergent_heads"  # empty while fetching, then the name of the revision; its time is the last use
 _T = TypeVar("_T")
 
 
@@ -53,7 +53,7 @@ class HubSource:
             raise ArgumentError(f"cache={self.cache!r}: use 'keep' or 'evict'")
         if self.disk_budget_gb is not None and not self.disk_budget_gb > 0:
             raise ArgumentError(f"disk_budget_gb={self.disk_budget_gb} must be above 0")
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repository):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", self.repository):
             raise ArgumentError(f"{self.repository!r} is no hub repository; write owner/name")
 
     @property
@@ -97,9 +97,8 @@ class HubSource:
 
     def release(self, step: int) -> None:
         """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
-        commit = self._commits.get(self._revision(step))
-        if self.cache == "evict" and commit is not None:
-            shutil.rmtree(self._own_folder(commit), ignore_errors=True)
+        if self.cache == "evict" and (commit := self._commits.get(self._revision(step))):
+            _delete(self._own_folder(commit))
 
     def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
         return (self.folder(step),)
@@ -144,7 +143,7 @@ class HubSource:
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def _local_commits(self) -> dict[str, str]:
-        own = {path.read_text(): path.parent.name for path in self._own_store().glob(f"*/{_COMPLETE}")}
+        own = {marker.read_text(): marker.parent.name for marker in self._own_store().glob(f"*/{_MARKER}")}
         refs = _hub_cache() / _cache_name(self.repository) / "refs"
         files = [path for path in refs.rglob("*") if path.is_file()]
         return own | {path.relative_to(refs).as_posix(): path.read_text().strip() for path in files}
@@ -156,7 +155,7 @@ class HubSource:
         return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit, self._own_folder(commit)
 
     def _own_store(self) -> Path:
-        return cache_folder() / "hub" / _cache_name(self.repository)
+        return _all_own_stores() / _cache_name(self.repository)
 
     def _own_folder(self, commit: str) -> Path:
         return self._own_store() / commit
@@ -174,7 +173,7 @@ class HubSource:
         small = [name for name in TOKENIZER_NAMES if name in sizes]
         if self.trust_remote_code:
             small += [name for name in sizes if name.endswith(".py")]
-        place = self._place(commit)
+        place = self._make_place(commit)
         # config.json is asked for by revision, which leaves the revision's commit in the hub's cache for offline use
         config = self._download("config.json", revision, revision if "cache_dir" in place else commit, place)
         for name in [*small, *([entry] if entry.endswith(".json") else [])]:
@@ -183,17 +182,25 @@ class HubSource:
         if missing := [name for name in weights if name not in sizes]:
             raise CheckpointError(f"{missing[0]}, which {entry} lists, is missing")
         if self.disk_budget_gb is not None:
-            self._make_room(sum(sizes[name] for name in weights), keep=config.parent)
+            self._make_room(sum(sizes[name] for name in ("config.json", *small, *weights)), keep=config.parent)
         for name in weights:
             self._download(name, revision, commit, place)
         if "local_dir" in place:
-            (config.parent / _COMPLETE).write_text(revision)
+            (config.parent / _MARKER).write_text(revision)
         return config.parent
 
-    def _place(self, commit: str) -> dict[str, Any]:
+    def _make_place(self, commit: str) -> dict[str, Any]:
         if self.cache == "keep" and self.disk_budget_gb is None:
             return {"cache_dir": _hub_cache()}
-        return {"local_dir": self._own_folder(commit)}
+        folder = self._own_folder(commit)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _MARKER).touch()
+        except OSError as error:
+            raise OutputError(
+                f"cannot write checkpoints to {folder}: {error.strerror}; set EMERGENT_HEADS_CACHE"
+            ) from error
+        return {"local_dir": folder}
 
     def _download(self, name: str, revision: str, at: str, place: dict[str, Any]) -> Path:
         from huggingface_hub import hf_hub_download
@@ -213,13 +220,13 @@ class HubSource:
                 f"disk_budget_gb={self.disk_budget_gb} is less than one checkpoint of {self.repository} "
                 f"({size / 1e9:.3g} GB)"
             )
-        folders = [folder for folder in (cache_folder() / "hub").glob("*/*") if folder != keep]
-        taken = {folder: _size(folder) for folder in folders}
-        for folder in sorted(folders, key=_last_use):
+        markers = [marker for marker in _all_own_stores().glob(f"*/*/{_MARKER}") if marker.parent != keep]
+        taken = {marker: _size(marker.parent) for marker in markers}
+        for marker in sorted(markers, key=lambda marker: marker.stat().st_mtime_ns):
             if size + sum(taken.values()) <= budget:
                 return
-            shutil.rmtree(folder, ignore_errors=True)
-            del taken[folder]
+            _delete(marker.parent)
+            del taken[marker]
 
     def _api(self) -> Any:
         from huggingface_hub import HfApi
@@ -233,11 +240,17 @@ class HubSource:
             HubError: names repository, revision and cause; the client's error is its `__cause__`.
         """
         # HTTPError is that of httpx or httpx2, whichever this version of the client is built on
-        from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage]
+        from huggingface_hub.errors import (
+            HFValidationError,
+            HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+            XetDownloadError,
+        )
 
         for wait in (*RETRY_WAITS_S, None):
             try:
                 return call()
+            except HFValidationError as error:
+                raise ArgumentError(f"{self.repository!r} is no hub repository: {error}") from error
             except (HTTPError, OSError, RuntimeError, XetDownloadError) as error:
                 if wait is None or not _may_pass(error):
                     at = f", revision {revision}" if revision else ""
@@ -253,8 +266,8 @@ def _is_whole(folder: Path) -> bool:
     """
     from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, weight_files
 
-    if (folder / _COMPLETE).is_file():
-        return True
+    if (marker := folder / _MARKER).is_file():
+        return bool(marker.read_text())
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
     try:
         return (folder / "config.json").is_file() and bool(weight_files(folder)) and (has_tokenizer or _offline())
@@ -263,14 +276,18 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _touched(folder: Path) -> Path:
-    if (marker := folder / _COMPLETE).is_file():
-        marker.touch()  # most recently used
+    if (marker := folder / _MARKER).is_file():
+        marker.touch()
     return folder
 
 
-def _last_use(folder: Path) -> int:
-    marker = folder / _COMPLETE
-    return (marker if marker.is_file() else folder).stat().st_mtime_ns
+def _delete(folder: Path) -> None:
+    if (folder / _MARKER).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _all_own_stores() -> Path:
+    return cache_folder() / "checkpoints"
 
 
 def _size(folder: Path) -> int:

@@ -128,9 +128,7 @@ def _find(name: str, seed: int) -> tuple[Suite, int]:
     short = {repository.partition("/")[2]: run for repository, run in runs.items()}
     if name not in runs and name not in short:
         names = dict.fromkeys([*SUITES, *short])
-        longer = [
-            other for other in names if name and name in other
-        ]  # difflib finds "gpt2" unlike "stanford-gpt2-small"
+        longer = [other for other in names if name and name in other]  # to difflib, "gpt2" is far from longer names
         raise UnknownSuiteError(f"no suite {name!r}; {nearest(name, longer or names)}")
     found, own = (runs | short)[name]
     if seed not in (0, own):

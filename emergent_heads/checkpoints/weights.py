@@ -165,7 +165,10 @@ def load_model(folder: Path, *, trust_remote_code: bool = False, device: "torch.
             f"the weights of {len(missing)} of the model's tensors are missing, {missing[0]} for one; "
             "they would stay at random values"
         )
-    return model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False).to(device)
+    for tensor in {id(tensor): tensor for tensor in named_state(model).values()}.values():
+        tensor.data = tensor.data.clone()  # transformers maps the file, which the user may write again or evict
+    return model
 
 
 def _check_known(config: Mapping[str, Any], trust_remote_code: bool) -> None:
