@@ -253,9 +253,9 @@ def test_bad_input_is_named(batch):
         eh.hooked(model).residual(batch.tokens, [7])
     with pytest.raises(errors.ArgumentError, match="70 tokens; this model takes at most 64"):
         eh.hooked(model).logits(torch.zeros(1, 70, dtype=torch.long), torch.tensor([69]))
+    hooked = eh.hooked(model)
+    trace = hooked.trace(batch)
     with pytest.raises(errors.ArgumentError, match="batch_size=0"):
-        hooked = eh.hooked(model)
-        trace = hooked.trace(batch)
         hooked.patch_heads(trace, 0, [0], trace.patterns[0], batch_size=0)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.nan

@@ -174,7 +174,7 @@ def _scores(pair: Pair) -> dict[str, Float[np.ndarray, "layer head"]]:
     for time, patterns in (("pre", pair.pre_patterns), ("post", pair.post_patterns)):
         for of_layer in patterns:
             for name, values in pattern_scores(of_layer, pair.batch).items():
-                columns[f"{name}_{time}"].append(values.nanmean(0).numpy())
+                columns[f"{name}_{time}"].append(values.nanmean(0).double().numpy())
     return {name: np.stack(layers) for name, layers in columns.items()}
 
 
