@@ -111,6 +111,14 @@ def test_identity_changes_when_the_weights_are_written_again(tmp_path):
     assert series.identity(1) is None
 
 
+def test_kept_evaluations_are_in_the_users_cache_only_where_weights_have_an_identity(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMERGENT_HEADS_CACHE", str(tmp_path / "cache"))
+    folders = CheckpointSeries.from_directory(make_folders(tmp_path, "step1"))
+    assert folders.evaluations.folder == tmp_path / "cache" / "evaluations"
+    assert folders.evaluations is folders.evaluations
+    assert CheckpointSeries.from_loader([1], tiny_neox).evaluations.folder is None
+
+
 def test_a_run_folder_is_a_series(tmp_path):
     run = tmp_path / "lm-7"
     save(tiny_neox(1), run / "checkpoints" / "step_00000000")

@@ -329,3 +329,14 @@ def test_a_process_of_its_own_needs_only_the_environment(hub, tmp_path):
     environment = os.environ | hub.environment(tmp_path / "other")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout) == [list(STEPS), f"{REPOSITORY}@{hub.commit(REPOSITORY, 'step1')}"]
+
+
+def test_nothing_but_our_own_folders_is_ever_deleted(hub, tmp_path, monkeypatch):
+    """Even where the two caches are one folder."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache" / "checkpoints"))
+    monkeypatch.setenv("EMERGENT_HEADS_CACHE", str(tmp_path / "cache"))
+    hub_series().hooked(1)
+    before = {path for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    size = sum(path.stat().st_size for path in before)
+    hub_series(cache="evict", disk_budget_gb=size / 1e9).hooked(512)
+    assert before <= {path for path in (tmp_path / "cache").rglob("*") if path.is_file()}

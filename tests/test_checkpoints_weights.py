@@ -371,6 +371,27 @@ def test_models_that_need_their_own_code_are_refused(tmp_path):
         series.hooked(1)
 
 
+def test_code_of_the_model_is_run_only_when_the_caller_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = save(tiny_llama(1), tmp_path / "step1")
+    expected = logits_of(folder)
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_model'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own_model", "auto_map": code}))
+    with pytest.raises(RemoteCodeError):
+        CheckpointSeries.from_directory(tmp_path).first.load("huggingface")
+    series = CheckpointSeries.from_directory(tmp_path, trust_remote_code=True)
+    model = series.first.load("huggingface")
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert torch.equal(logits(model), expected)
+
+
 def test_memory_does_not_grow_over_twenty_swaps(tmp_path):
     """The allocator's own count, at a shape of 13 MB; the 160m shape is in benchmarks/test_swap.py."""
     psutil = pytest.importorskip("psutil", reason="needs psutil to read the memory of this process")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from emergent_heads.checkpoints.directory import DirectorySource, run_source
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
 from emergent_heads.errors import ArgumentError, CheckpointError, UnknownStepError
+from emergent_heads.storage import KeptTables, cache_folder
 
 if TYPE_CHECKING:
     from emergent_heads.checkpoints.weights import Fingerprint, Resident
@@ -200,6 +201,11 @@ class CheckpointSeries:
     def steps(self) -> tuple[int, ...]:
         """The steps that have a checkpoint, ascending. A series from the hub asks the hub once."""
         return self.source.steps()
+
+    @cached_property
+    def evaluations(self) -> KeptTables:
+        """Evaluations kept for reuse: over sessions where weights have an identity, else in memory with the series."""
+        return KeptTables.open(None if isinstance(self.source, LoaderSource) else cache_folder() / "evaluations")
 
     @property
     def first(self) -> Checkpoint:
