@@ -1,6 +1,6 @@
 """Two checkpoints and the prompts they share: what every patching analysis starts from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Pair:
     pre_patterns: list[Float[Tensor, "prompt head dest src"]]
     post_patterns: list[Float[Tensor, "prompt head dest src"]]
     about: dict[str, Any]
+    whole_trace: Trace | None = None  # kept where all prompts fit into one
 
     @property
     def p_pre(self) -> Float[np.ndarray, " prompt"]:
@@ -49,7 +50,7 @@ class Pair:
     def traces(self) -> Iterator[tuple[slice, Trace, list[Float[Tensor, "prompt head dest src"]]]]:
         """Passes of pre over the prompts, in pieces that fit into memory, with post's patterns on the same device."""
         for piece in _pieces(self.model, self.batch):
-            trace = self.model.trace(self.batch.select(piece))
+            trace = self.whole_trace or self.model.trace(self.batch.select(piece))
             yield slice(piece[0], piece[-1] + 1), trace, [p[piece].to(self.model.device) for p in self.post_patterns]
 
 
@@ -72,12 +73,12 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
     later = hooked(post)
     shape = later.shape
     batch = task.batch(later.tokenizer, vocabulary_size=later.vocabulary_size, context=later.context)
-    later.check_pattern_edits()
-    after, post_patterns = _answers_and_patterns(later, batch)
+    after, post_patterns = _joined(later.answers_and_patterns(batch.select(piece)) for piece in _pieces(later, batch))
     model = hooked(pre)  # from here on `later` may hold pre's weights
     _check_same_shape(model.shape, shape)
-    model.check_pattern_edits()
-    before, pre_patterns = _answers_and_patterns(model, batch)
+    traces = (model.trace(batch.select(piece)) for piece in _pieces(model, batch))
+    whole = next(traces) if len(_pieces(model, batch)) == 1 else None
+    before, pre_patterns = _joined((trace.answers, trace.patterns) for trace in ([whole] if whole else traces))
     if prompts == "flipped":
         kept = np.nonzero((~before.matched & after.matched).numpy())[0]
         if not len(kept):
@@ -87,7 +88,7 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
                 'use prompts="all", or other checkpoints'
             )
         before, after = (Answers(answers.log_p[kept], answers.matched[kept]) for answers in (before, after))
-        batch = batch.select(kept)
+        batch, whole = batch.select(kept), None
         pre_patterns, post_patterns = ([layer[kept] for layer in of] for of in (pre_patterns, post_patterns))
     about = {
         "pre": model_name(pre),
@@ -106,7 +107,7 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
         "share_matched_pre": float(before.matched.double().mean()),
         "share_matched_post": float(after.matched.double().mean()),
     }
-    return Pair(model, batch, before, after, pre_patterns, post_patterns, about)
+    return Pair(model, batch, before, after, pre_patterns, post_patterns, about, whole)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -115,12 +116,11 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ArgumentError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
 
 
-def _answers_and_patterns(model: HookedModel, batch: PromptBatch) -> tuple[Answers, list[Tensor]]:
-    answers, patterns = [], []
-    for piece in _pieces(model, batch):
-        part = batch.select(piece)
-        answers.append(model.answers(part))
-        patterns.append([pattern.cpu() for pattern in model.patterns(part.tokens).values()])
+def _joined(
+    parts: Iterable[tuple[Answers, Sequence[Float[Tensor, "prompt head dest src"]]]],
+) -> tuple[Answers, list[Float[Tensor, "prompt head dest src"]]]:
+    """Answers and patterns of all pieces, on the CPU."""
+    answers, patterns = zip(*((part, [pattern.cpu() for pattern in layers]) for part, layers in parts), strict=True)
     joined = Answers(torch.cat([part.log_p for part in answers]), torch.cat([part.matched for part in answers]))
     return joined, [torch.cat(layer) for layer in zip(*patterns, strict=True)]
 

@@ -67,6 +67,11 @@ class Trace:
     patterns: list[Float[Tensor, "prompt head dest src"]]
     values: list[Float[Tensor, "prompt head src d_head"]]
 
+    @property
+    def answers(self) -> Answers:
+        """What the pass answers, nothing patched."""
+        return _read(self.logits, self.batch.targets)
+
 
 class HookedModel(ABC):
     """The interface that every analysis uses; make one with `hooked(model)`.
@@ -149,23 +154,19 @@ class HookedModel(ABC):
         batch = batch.to(self.device)
         return _read(self.logits(batch.tokens, batch.positions), batch.targets)
 
+    def answers_and_patterns(self, batch: PromptBatch) -> tuple[Answers, list[Float[Tensor, "prompt head dest src"]]]:
+        """`answers` and every layer's patterns, by one forward pass."""
+        batch = batch.to(self.device)
+        logits, patterns = self._logits_and_patterns(batch.tokens, batch.positions, range(self.n_layers))
+        return _read(logits, batch.targets), [patterns[layer] for layer in range(self.n_layers)]
+
     def patterns(
         self, tokens: Int[Tensor, "prompt pos"], layers: Sequence[int] | None = None
     ) -> dict[int, Float[Tensor, "prompt head dest src"]]:
         """Post-softmax attention patterns of these layers (default: all)."""
-        wanted = set(range(self.n_layers) if layers is None else self._checked_layers(layers))
-        found: dict[int, Tensor] = {}
-
-        def keep(layer: int, pattern: Tensor, _values: Tensor) -> None:
-            if layer in wanted:
-                found[layer] = pattern
-
         tokens = tokens.to(self.device)
-        with self._evaluating(), self._on_pattern(keep):
-            self._logits_at(tokens, tokens.new_zeros(len(tokens)))
-        if missing := sorted(wanted - set(found)):
-            raise InterventionHasNoEffect(self._no_pattern_message(missing))
-        return {layer: found[layer] for layer in sorted(found)}
+        wanted = range(self.n_layers) if layers is None else self._checked_layers(layers)
+        return self._logits_and_patterns(tokens, tokens.new_zeros(len(tokens)), wanted)[1]
 
     def residual(
         self,
@@ -392,6 +393,21 @@ class HookedModel(ABC):
         with editing_input(self._unembedding, lambda resid: _at(resid, positions)):
             return self._forward(tokens)[:, -1].float()
 
+    def _logits_and_patterns(
+        self, tokens: Tensor, positions: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        found: dict[int, Tensor] = {}
+
+        def keep(layer: int, pattern: Tensor, _values: Tensor) -> None:
+            if layer in layers:
+                found[layer] = pattern
+
+        with self._evaluating(), self._on_pattern(keep):
+            logits = self._logits_at(tokens, positions)
+        if missing := sorted(set(layers) - set(found)):
+            raise InterventionHasNoEffect(self._no_pattern_message(missing))
+        return logits, {layer: found[layer] for layer in sorted(found)}
+
     def _logits_with_residual(self, tokens: Tensor, positions: Tensor, edits: Mapping[int, Callable]) -> Tensor:
         with self._evaluating(), ExitStack() as stack:
             for layer in self._checked_layers(list(edits)):
@@ -459,7 +475,7 @@ class HookedModel(ABC):
     ) -> Answers:
         n, batch = len(masks), trace.batch
         if layer == self.n_layers:  # empty sets: nothing is patched
-            answers = _read(trace.logits, batch.targets)
+            answers = trace.answers
             return Answers(answers.log_p.expand(n, -1), answers.matched.expand(n, -1))
         dest = torch.arange(batch.tokens.shape[1], device=self.device)
         row_mask = (dest == batch.positions[:, None]) if rows == "last" else torch.ones_like(batch.tokens).bool()
@@ -552,20 +568,13 @@ class HookedModel(ABC):
         return self._shortcuts
 
     def _shortcut_equals_plain_run(self, trace: Trace, layer: int) -> bool:
-        heads = list({0, self.n_heads - 1})
-        own = trace.patterns[layer]
-        uniform = torch.ones_like(own).tril()
+        batch, head = trace.batch, self.n_heads - 1
+        uniform = torch.ones_like(trace.patterns[layer]).tril()
         uniform = uniform / uniform.sum(-1, keepdim=True)
-        short = self._patch_heads_by_shortcut(trace, layer, heads, uniform)
-        for index, head in enumerate(heads):
-            plain = self.logits_with_patterns(
-                trace.batch.tokens, trace.batch.positions, {(layer, head): uniform[:, head]}
-            )
-            expected = _read(plain, trace.batch.targets).log_p
-            tolerance = 1e-4 if self.dtype == torch.float32 else 5e-2
-            if not torch.allclose(short.log_p[index], expected, atol=tolerance, rtol=tolerance):
-                return False
-        return True
+        short = self._patch_heads_by_shortcut(trace, layer, [head], uniform)
+        plain = self.logits_with_patterns(batch.tokens, batch.positions, {(layer, head): uniform[:, head]})
+        tolerance = 1e-4 if self.dtype == torch.float32 else 5e-2
+        return torch.allclose(short.log_p[0], _read(plain, batch.targets).log_p, atol=tolerance, rtol=tolerance)
 
     def _find_parallel_layers(self) -> list[bool]:
         """Per layer, whether the MLP's input is the same when the attention writes nothing."""

@@ -1,0 +1,84 @@
+"""Ranking all heads, against TransformerLens' own patching loop on the same weights in the same run, one thread.
+
+Prints the ratio of CPU times (the machine may be shared); the results must be equal. `make bench` runs it.
+"""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import HAS_HOOKED_TRANSFORMER, bridge, hooked_transformer
+from transformer_lens import patching
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+import emergent_heads as eh
+
+pytestmark = pytest.mark.benchmark
+
+VOCABULARY, PROMPTS, LENGTH = 50304, 16, 30
+SHAPES = {"14m": (6, 128, 4), "160m": (12, 768, 12)}
+WANTED = {"14m": 8.0, "160m": 3.0}
+KINDS = ("plain", "bridge", *(["HookedTransformer"] if HAS_HOOKED_TRANSFORMER else []))
+
+
+def model(shape, seed):
+    n_layers, d_model, n_heads = SHAPES[shape]
+    torch.manual_seed(seed)
+    config = GPTNeoXConfig(
+        hidden_size=d_model,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        intermediate_size=4 * d_model,
+        vocab_size=VOCABULARY,
+    )
+    made = GPTNeoXForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in made.gpt_neox.layers:  # patterns far from uniform, so that patching them matters
+            layer.attention.query_key_value.weight.mul_(5)
+    return made
+
+
+def pair(shape, kind, folder):
+    models = [model(shape, seed) for seed in (0, 1)]
+    if kind == "bridge":
+        return [bridge(one) for one in models]
+    if kind == "HookedTransformer":
+        return [hooked_transformer(one, folder) for one in models]
+    return models
+
+
+def transformer_lens_loop(pre, post, tokens, targets):
+    def p_target(logits):
+        return logits[:, -1].softmax(-1)[range(PROMPTS), targets].mean()
+
+    with torch.no_grad():
+        _, cache = post.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))
+        return (patching.get_act_patch_attn_head_pattern_all_pos(pre, tokens, cache, p_target) - p_target(pre(tokens))).numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranking_against_the_transformer_lens_loop(shape, kind, tmp_path, capsys):
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (PROMPTS, LENGTH), generator=generator)
+    targets = torch.randint(VOCABULARY, (PROMPTS,), generator=generator)
+    task = eh.tasks.from_tokens(tokens, targets)
+    ours, theirs = pair(shape, kind, tmp_path), pair(shape, "bridge" if kind == "plain" else kind, tmp_path)
+
+    start = time.process_time()
+    ranking = eh.rank_heads(*ours, task)
+    middle = time.process_time()
+    loop = transformer_lens_loop(*theirs, tokens, targets)
+    end = time.process_time()
+
+    delta_p = ranking.delta_p.mean(-1)
+    np.testing.assert_allclose(delta_p, loop, atol=1e-5)
+    assert np.corrcoef(delta_p.ravel(), loop.ravel())[0, 1] > 0.999
+    ratio = (end - middle) / (middle - start)
+    with capsys.disabled():
+        print(
+            f"\n{shape}, {kind}: TransformerLens loop {end - middle:.1f} s, rank_heads {middle - start:.2f} s, "
+            f"{ratio:.1f} times faster (wanted {WANTED[shape]:g}), delta_p equal to {np.abs(delta_p - loop).max():.1e}"
+        )
