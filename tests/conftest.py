@@ -57,7 +57,7 @@ def emerging_series(tmp_path_factory) -> Path:
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # which all workers share
     with FileLock(root / "emerging_series.lock"):
-        return train_series(root / "emerging_series", Recipe(seed=0, steps=450, save_every=50))
+        return train_series(root / "emerging_series", Recipe(seed=0, steps=450))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROCESSES = 2
 LENGTH = 24
 KS = (1, 2, 4)
+FEW = 2  # of four heads in a layer: more random ones are nearly always the same
 CONTROLS = 100
 
 
@@ -93,11 +94,11 @@ def _prepare_process(lock: Any) -> None:
 
 
 def repetition_task(folders: Sequence[Path], n_prompts: int = 128) -> "TokenRepetition":
-    """Random tokens that every run has seen in training, and half of them said again."""
+    """Random tokens that every run has seen in training, said twice without the last one."""
     from emergent_heads.tasks.language import TokenRepetition, in_context_repetition
 
     known = set.intersection(*(set(tokens_seen(folder)) for folder in folders))
-    task = in_context_repetition(n_prompts, length=LENGTH, n_repeated=LENGTH // 2, vocabulary=sorted(known))
+    task = in_context_repetition(n_prompts, length=LENGTH, n_repeated=LENGTH - 1, vocabulary=sorted(known))
     assert isinstance(task, TokenRepetition)
     return task
 
@@ -108,8 +109,8 @@ def _analyse(out: Path, folders: Sequence[Path]) -> Iterator[str]:
 
     task = repetition_task(folders)
     yield (
-        f"\nThe capability: {task.length} different random tokens, then {task.n_repeated} of them said again in the "
-        f"same order; which comes next? {task.n_prompts} prompts; a guess is right once in {len(task.ids)}."
+        f"\nThe capability: {task.length} different random tokens, said again; which is the last one? "
+        f"{task.n_prompts} prompts; a guess is right once in {len(task.ids)}."
     )
     series = [CheckpointSeries.from_directory(folder) for folder in folders]
     emergence = emergence_table(series, task, "scan")
@@ -151,7 +152,7 @@ def _sentences(points: "Sequence[EmergencePoint]", curves: "dict[str, RecoveryCu
     steps = sorted({point.post for point in solved if point.post is not None})
     yield (
         f"{len(solved)} of {len(points)} models came to repeat the tokens"
-        + (f", at {_listed('step', steps)}: they differ in their seed only." if steps else ".")
+        + (f", at {_listed('step', steps)}; they differ in their seed only." if steps else ".")
     )
     for point in points:
         yield _sentence(point, curves[point.series]) if point.series in curves else f"{point.headline()}."
@@ -160,12 +161,13 @@ def _sentences(points: "Sequence[EmergencePoint]", curves: "dict[str, RecoveryCu
 def _sentence(point: "EmergencePoint", curve: "RecoveryCurve") -> str:
     columns = (curve.table[name].tolist() for name in ("heads", "k", "recovered_gap"))
     gaps = {(heads, k): gap for heads, k, gap in zip(*columns, strict=True)}
-    n_heads, k = curve.table["k"].max(), KS[-1]
-    best = ", ".join(f"L{layer}H{head}" for layer, head in curve.about["heads"][:k])
+    best = [f"L{layer}H{head}" for layer, head in curve.about["heads"]]
+    n_heads = max(k for _, k in gaps)
     return (
-        f"{point.series}, step {point.pre} to {point.post}: with the later patterns of its top {k} of {n_heads} heads "
-        f"({best}) the earlier checkpoint recovers {gaps['ranked', k]:.0%} of the gap in p, with those of {k} random "
-        f"heads of the same layers {gaps['random', k]:.0%} on average, with all {gaps['ranked', n_heads]:.0%}."
+        f"{point.series}, step {point.pre} to {point.post}: the later patterns of the best {FEW} heads "
+        f"({', '.join(best[:FEW])}) recover {gaps['ranked', FEW]:.0%} of the gap in p; {FEW} random heads of the same "
+        f"layers {gaps['random', FEW]:.0%} on average, the best {KS[-1]} heads {gaps['ranked', KS[-1]]:.0%}, all "
+        f"{n_heads} {gaps['ranked', n_heads]:.0%}."
     )
 
 

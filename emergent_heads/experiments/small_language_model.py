@@ -48,7 +48,7 @@ class Recipe:
 
     seed: int = 0
     steps: int = 500
-    save_every: int = 25
+    save_every: int = 50
     context: int = 64
     rows: int = 24
     repeated_rows: int = 22
