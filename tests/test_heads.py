@@ -81,11 +81,10 @@ def test_own_patterns_change_nothing_when_they_are_run_too(task):
     """The shortcut for unchanged heads is not what makes their delta_p vanish."""
     model = eh.hooked(tiny("Llama"))
     batch = task.batch(None, vocabulary_size=VOCABULARY, context=None)
-    trace = model.trace(batch)
-    base = model.answers(batch).log_p
-    for layer in range(model.n_layers):
-        patched = model.patch_heads(trace, layer, range(model.n_heads), trace.patterns[layer]).log_p
-        torch.testing.assert_close(patched, base.expand_as(patched), atol=1e-6, rtol=1e-6)
+    trace = model.engine.trace(batch)
+    heads = list(itertools.product(range(model.n_layers), range(model.n_heads)))
+    patched = model.engine.patch_heads(trace, trace.patterns, heads).log_p
+    torch.testing.assert_close(patched, model.answers(batch).log_p.expand_as(patched), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "Qwen3"])

@@ -61,12 +61,13 @@ def test_logits_patterns_and_residual_stream_are_those_of_transformers(name, tok
 def test_shortcuts_give_what_plain_runs_give(name, tokens, batch, tmp_path):
     for model in all_kinds(name, tmp_path).values():
         model = eh.hooked(model)
-        trace = model.trace(batch)
-        assert model._shortcuts, "the shortcuts should hold for a standard block"
+        trace = model.engine.trace(batch)
+        assert model.engine.uses_shortcuts, "the shortcuts should hold for a standard block"
         new = random_patterns(trace.patterns)
         untouched = model.answers(batch).log_p
         for layer in range(model.n_layers):
-            answers = model.patch_heads(trace, layer, range(model.n_heads), new[layer])
+            heads = [(layer, head) for head in range(model.n_heads)]
+            answers = model.engine.patch_heads(trace, new, heads)
             for head in range(model.n_heads):
                 patched = {(layer, head): new[layer][:, head]}
                 logits = model.logits_with_patterns(tokens, batch.positions, patched)
@@ -78,20 +79,22 @@ def test_shortcuts_give_what_plain_runs_give(name, tokens, batch, tmp_path):
 @pytest.mark.parametrize("name", MAIN)
 def test_sets_of_heads_and_rows_give_what_plain_runs_give(name, tokens, batch):
     model = eh.hooked(tiny(name))
-    trace = model.trace(batch)
+    trace = model.engine.trace(batch)
     new = random_patterns(trace.patterns)
     masks = torch.rand(7, model.n_layers, model.n_heads, generator=torch.Generator().manual_seed(2)) < 0.4
     masks[0], masks[1] = True, False
     last_row = torch.arange(LENGTH) == batch.positions[:, None]
     for rows in ("all", "last"):
-        answers = model.patch_sets(trace, new, masks, rows=rows, batch_size=7)
+        answers = model.engine.patch_sets(trace, new, masks, rows=rows, batch_size=7)
         for mask, log_p in zip(masks, answers.log_p, strict=True):
             expected = _patched_by_hand(model, tokens, batch, new, mask, last_row if rows == "last" else None)
             torch.testing.assert_close(log_p, expected, atol=1e-5, rtol=1e-5)
     alone = torch.zeros(1, model.n_layers, model.n_heads, dtype=torch.bool)
     alone[0, 1, 2] = True
-    single = model.patch_heads(trace, 1, [2], new[1], rows="last").log_p
-    torch.testing.assert_close(single, model.patch_sets(trace, new, alone, rows="last").log_p, atol=1e-5, rtol=1e-5)
+    single = model.engine.patch_heads(trace, new, [(1, 2)], rows="last").log_p
+    torch.testing.assert_close(
+        single, model.engine.patch_sets(trace, new, alone, rows="last").log_p, atol=1e-5, rtol=1e-5
+    )
 
 
 def _patched_by_hand(model, tokens, batch, new, mask, row):
@@ -101,8 +104,8 @@ def _patched_by_hand(model, tokens, batch, new, mask, row):
         where = mask[layer][None, :, None, None]
         return torch.where(where if row is None else where & row[:, None, :, None], new[layer], pattern)
 
-    with torch.no_grad(), model._on_pattern(replace):
-        logits = model._forward(tokens)[range(PROMPTS), batch.positions]
+    with torch.no_grad(), model.on_pattern(replace):
+        logits = model.run(tokens)[range(PROMPTS), batch.positions]
     return logits.log_softmax(-1)[range(PROMPTS), batch.targets]
 
 
@@ -179,10 +182,10 @@ def test_shortcuts_are_dropped_where_they_do_not_hold(tokens, batch):
     for layer in model.gpt_neox.layers:
         layer.attention.__class__ = _SquashedAttention
     model = eh.hooked(model)
-    trace = model.trace(batch)
-    assert not model._shortcuts
+    trace = model.engine.trace(batch)
+    assert not model.engine.uses_shortcuts
     new = random_patterns(trace.patterns)
-    answers = model.patch_heads(trace, 1, [0, 3], new[1])
+    answers = model.engine.patch_heads(trace, new, [(1, 0), (1, 3)])
     for index, head in enumerate((0, 3)):
         logits = model.logits_with_patterns(tokens, batch.positions, {(1, head): new[1][:, head]})
         expected = logits.log_softmax(-1)[range(PROMPTS), batch.targets]
@@ -204,8 +207,8 @@ def test_the_model_is_left_as_it_was(kind, batch):
 
     before = state()
     hooked = eh.hooked(model)
-    trace = hooked.trace(batch)
-    hooked.patch_heads(trace, 1, [0], trace.patterns[1].roll(1, 0))
+    trace = hooked.engine.trace(batch)
+    hooked.engine.patch_heads(trace, random_patterns(trace.patterns), [(1, 0)])
     hooked.pattern_gradients(batch)
     with pytest.raises(ZeroDivisionError):
         hooked.logits_with_residual(batch.tokens, batch.positions, {0: lambda _: 1 / 0})
@@ -215,33 +218,34 @@ def test_the_model_is_left_as_it_was(kind, batch):
 
 def test_batches_are_halved_when_memory_runs_out(batch, monkeypatch):
     model = eh.hooked(tiny("Llama"))
-    trace = model.trace(batch)
+    trace = model.engine.trace(batch)
     new = random_patterns(trace.patterns)
-    expected = model.patch_heads(trace, 0, range(4), new[0]).log_p
+    heads = [(0, head) for head in range(4)]
+    expected = model.engine.patch_heads(trace, new, heads).log_p
     tried = []
-    patch = model._patch_heads_by_shortcut
+    run = model.engine._run_heads
 
     def with_little_memory(trace, layer, heads, new):
         tried.append(len(heads))
         if len(heads) > 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return patch(trace, layer, heads, new)
+        return run(trace, layer, heads, new)
 
-    monkeypatch.setattr(model, "_patch_heads_by_shortcut", with_little_memory)
-    torch.testing.assert_close(model.patch_heads(trace, 0, range(4), new[0]).log_p, expected, atol=1e-6, rtol=1e-6)
+    monkeypatch.setattr(model.engine, "_run_heads", with_little_memory)
+    torch.testing.assert_close(model.engine.patch_heads(trace, new, heads).log_p, expected, atol=1e-6, rtol=1e-6)
     assert tried == [4, 2, 1, 1, 1, 1]
 
 
 def test_no_batch_is_larger_than_asked_for(batch, monkeypatch):
     model = eh.hooked(tiny("Llama"))
-    trace = model.trace(batch)
+    trace = model.engine.trace(batch)
     rows = []
-    forward = model._forward
-    monkeypatch.setattr(model, "_forward", lambda tokens: rows.append(len(tokens)) or forward(tokens))
+    run = model.run
+    monkeypatch.setattr(model, "run", lambda tokens: rows.append(len(tokens) * (tokens.shape[1] > 1)) or run(tokens))
     new = random_patterns(trace.patterns)
     masks = torch.ones(5, model.n_layers, model.n_heads, dtype=torch.bool)
-    model.patch_heads(trace, 0, range(4), new[0], batch_size=6)
-    model.patch_sets(trace, new, masks, batch_size=6)
+    model.engine.patch_heads(trace, new, [(0, head) for head in range(4)], batch_size=6)
+    model.engine.patch_sets(trace, new, masks, batch_size=6)
     assert max(rows) == 6
 
 
@@ -254,9 +258,9 @@ def test_bad_input_is_named(batch):
     with pytest.raises(errors.ArgumentError, match="70 tokens; this model takes at most 64"):
         eh.hooked(model).logits(torch.zeros(1, 70, dtype=torch.long), torch.tensor([69]))
     hooked = eh.hooked(model)
-    trace = hooked.trace(batch)
+    trace = hooked.engine.trace(batch)
     with pytest.raises(errors.ArgumentError, match="batch_size=0"):
-        hooked.patch_heads(trace, 0, [0], trace.patterns[0], batch_size=0)
+        hooked.engine.patch_heads(trace, trace.patterns, [(0, 0)], batch_size=0)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.nan
     with pytest.raises(errors.NotFiniteError):
@@ -285,11 +289,13 @@ def test_half_precision_models_are_read_in_float32(tokens, batch):
 
 def test_a_set_is_started_at_its_first_patched_layer(batch, monkeypatch):
     model = eh.hooked(tiny("Llama"))
-    trace = model.trace(batch)
+    trace = model.engine.trace(batch)
     starts = []
-    start_at = model._starting_at
-    monkeypatch.setattr(model, "_starting_at", lambda layer, resid: starts.append(layer) or start_at(layer, resid))
+    start_at = model.engine._starting_at
+    monkeypatch.setattr(
+        model.engine, "_starting_at", lambda layer, resid: starts.append(layer) or start_at(layer, resid)
+    )
     masks = torch.zeros(3, model.n_layers, model.n_heads, dtype=torch.bool)
     masks[0, 1, 0] = masks[1, 0, 0] = masks[2, 2, 3] = True
-    model.patch_sets(trace, random_patterns(trace.patterns), masks, batch_size=PROMPTS)
+    model.engine.patch_sets(trace, random_patterns(trace.patterns), masks, batch_size=PROMPTS)
     assert starts == [2, 1, 0]

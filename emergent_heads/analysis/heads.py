@@ -28,6 +28,8 @@ from emergent_heads.tasks.task import PromptTask
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_RUNS_AT_A_TIME = 512
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HeadRanking(Result):
@@ -149,15 +151,17 @@ def _patched_answers(
     same = np.array([_same_heads(*patterns) for patterns in zip(pair.pre_patterns, pair.post_patterns, strict=True)])
     log_p[chosen & same] = pair.pre.log_p.double().numpy()
     matched[chosen & same] = pair.pre.matched.numpy()
-    with tqdm(total=int((chosen & ~same).sum()) * len(pair.batch), desc="heads x prompts", leave=False) as progress:
+    heads = np.argwhere(chosen & ~same)
+    with tqdm(total=len(heads) * len(pair.batch), desc="heads x prompts", leave=False) as progress:
         for prompts, trace, patterns in pair.traces():
-            for layer, new in enumerate(patterns):
-                heads = np.nonzero(chosen[layer] & ~same[layer])[0]
-                if not len(heads):
-                    continue
-                answers = pair.model.patch_heads(trace, layer, heads.tolist(), new, rows=rows, batch_size=batch_size)
-                log_p[layer, heads, prompts] = answers.log_p.double().numpy()
-                matched[layer, heads, prompts] = answers.matched.numpy()
+            # Many at a time, so that they are unembedded together; not all, so that progress shows.
+            size = max(1, _RUNS_AT_A_TIME // len(trace.batch))
+            for part in (heads[start : start + size] for start in range(0, len(heads), size)):
+                layer, head = part.T
+                at = list(zip(layer.tolist(), head.tolist(), strict=True))
+                answers = pair.model.engine.patch_heads(trace, patterns, at, rows=rows, batch_size=batch_size)
+                log_p[layer, head, prompts] = answers.log_p.double().numpy()
+                matched[layer, head, prompts] = answers.matched.numpy()
                 progress.update(answers.log_p.numel())
     return log_p, matched
 

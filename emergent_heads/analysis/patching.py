@@ -11,7 +11,8 @@ from torch import Tensor
 
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.errors import ArgumentError, ModelMismatchError, PromptError
-from emergent_heads.models.hooked import Answers, HookedModel, Trace, hooked
+from emergent_heads.models.engine import Trace
+from emergent_heads.models.hooked import Answers, HookedModel, hooked
 from emergent_heads.tasks.task import PromptBatch, PromptTask
 
 # Prompts traced together: a trace holds every layer's residual stream, so this bounds memory, not speed.
@@ -50,7 +51,7 @@ class Pair:
     def traces(self) -> Iterator[tuple[slice, Trace, list[Float[Tensor, "prompt head dest src"]]]]:
         """Passes of pre over the prompts, in pieces that fit into memory, with post's patterns on the same device."""
         for piece in _pieces(self.model, self.batch):
-            trace = self.whole_trace or self.model.trace(self.batch.select(piece))
+            trace = self.whole_trace or self.model.engine.trace(self.batch.select(piece))
             yield slice(piece[0], piece[-1] + 1), trace, [p[piece].to(self.model.device) for p in self.post_patterns]
 
 
@@ -76,7 +77,7 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
     after, post_patterns = _joined(later.answers_and_patterns(batch.select(piece)) for piece in _pieces(later, batch))
     model = hooked(pre)  # from here on `later` may hold pre's weights
     _check_same_shape(model.shape, shape)
-    traces = (model.trace(batch.select(piece)) for piece in _pieces(model, batch))
+    traces = (model.engine.trace(batch.select(piece)) for piece in _pieces(model, batch))
     whole = next(traces) if len(_pieces(model, batch)) == 1 else None
     before, pre_patterns = _joined((trace.answers, trace.patterns) for trace in ([whole] if whole else traces))
     if prompts == "flipped":

@@ -19,6 +19,7 @@ from emergent_heads import plots
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.patching import Pair, check_choice, open_pair
 from emergent_heads.errors import ArgumentError
+from emergent_heads.models.engine import Head
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import bootstrap_means, bootstrap_ratio, share_interval
@@ -27,7 +28,6 @@ from emergent_heads.tasks.task import PromptTask
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Head = tuple[int, int]
 HeadSet = frozenset[Head]
 
 
@@ -138,7 +138,7 @@ class _Sets:
         matched = np.empty_like(p)
         with tqdm(total=p.size, desc="head sets x prompts", leave=False) as progress:
             for prompts, trace, patterns in self._pair.traces():
-                answers = model.patch_sets(trace, patterns, masks, rows=self._rows, batch_size=self._batch_size)
+                answers = model.engine.patch_sets(trace, patterns, masks, rows=self._rows, batch_size=self._batch_size)
                 p[:, prompts] = answers.log_p.double().exp().numpy()
                 matched[:, prompts] = answers.matched.numpy()
                 progress.update(answers.log_p.numel())

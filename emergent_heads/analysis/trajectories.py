@@ -10,9 +10,9 @@ from tqdm.auto import tqdm
 from emergent_heads import plots
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.pattern_scores import pattern_scores
-from emergent_heads.analysis.recovery import Head
 from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import ArgumentError, CheckpointError, NotFiniteError, UnsafeWeightsError
+from emergent_heads.models.engine import Head
 from emergent_heads.models.hooked import HookedModel
 from emergent_heads.results import Result
 from emergent_heads.tasks.task import PromptTask

@@ -15,7 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from emergent_heads.errors import InterventionHasNoEffect, UnsupportedModelError
-from emergent_heads.models.hooked import HookedModel, OnPattern, editing_input
+from emergent_heads.models.hooked import HookedModel, OnPattern
+from emergent_heads.models.hooks import editing_input, without_running
 
 _NAME = "emergent_heads"
 _CALLBACK = "_emergent_heads_on_pattern"
@@ -41,31 +42,31 @@ class HuggingFaceModel(HookedModel):
             )
         self.kind = f"Hugging Face {type(model).__name__}"
         self._module = self._model = model
-        self._unembedding = unembedding
+        self.unembedding = unembedding
         self.n_layers = config.num_hidden_layers
         self.n_heads = config.num_attention_heads
         self.d_model = config.hidden_size
         self.vocabulary_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         self.context = getattr(config, "max_position_embeddings", None)
         self.tokenizer = tokenizer
-        self._blocks = _block_list(model, self.n_layers)
-        self._attention, self._projections = self._find_attention()
-        self._mlp = [_first_child(block, _MLP_NAMES) for block in self._blocks]
+        self.blocks = _block_list(model, self.n_layers)
+        self.attention, self._projections = self._find_attention()
+        self.mlp = [_first_child(block, _MLP_NAMES) for block in self.blocks]
 
-    def _forward(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
+    def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
         return self._model(input_ids=tokens, use_cache=False).logits
 
     @contextmanager
-    def _on_pattern(self, callback: OnPattern) -> Iterator[None]:
-        with _watched(self._model, self._attention, callback):
+    def on_pattern(self, callback: OnPattern) -> Iterator[None]:
+        with _watched(self._model, self.attention, callback):
             yield
 
     @contextmanager
-    def _on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    def on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         with editing_input(self._projections[layer], callback):
             yield
 
-    def _project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
+    def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
         return self._projections[layer](z)
 
     def _find_attention(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -88,17 +89,22 @@ class HuggingFaceModel(HookedModel):
             return called
 
         candidates: list[Any] = [
-            module for block in self._blocks for module in block.modules() if hasattr(module, "layer_idx")
+            module for block in self.blocks for module in block.modules() if hasattr(module, "layer_idx")
         ]
         by_layer: dict[int, nn.Module] = {module.layer_idx: module for module in candidates}
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         try:
-            with self._evaluating(), _watched(self._model, candidates, on_pattern), ExitStack() as stack:
+            with (
+                self.evaluating(),
+                _watched(self._model, candidates, on_pattern),
+                without_running(self.unembedding),
+                ExitStack() as stack,
+            ):
                 for layer, module in by_layer.items():
                     for child in module.children():
                         if next(child.parameters(), None) is not None:
                             stack.enter_context(editing_input(child, note(layer, child)))
-                self._forward(tokens)
+                self.run(tokens)
         except (KeyError, ValueError) as error:
             raise InterventionHasNoEffect(self._no_pattern_message(range(self.n_layers))) from error
         if missing := [layer for layer in range(self.n_layers) if layer not in projections]:

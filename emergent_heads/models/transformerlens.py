@@ -12,7 +12,8 @@ from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
 from emergent_heads.errors import InterventionHasNoEffect
-from emergent_heads.models.hooked import HookedModel, OnPattern, editing_input, editing_output, keep_in
+from emergent_heads.models.hooked import HookedModel, OnPattern
+from emergent_heads.models.hooks import editing_input, editing_output, keep_in
 
 
 class _TransformerLensModel(HookedModel):
@@ -21,7 +22,7 @@ class _TransformerLensModel(HookedModel):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__()
         self._module = self._model = model
-        self._unembedding = model.unembed
+        self.unembedding = model.unembed
         self.n_layers = model.cfg.n_layers
         self.n_heads = model.cfg.n_heads
         self.d_model = model.cfg.d_model
@@ -29,21 +30,21 @@ class _TransformerLensModel(HookedModel):
         self.context = model.cfg.n_ctx
         self.tokenizer = tokenizer if tokenizer is not None else model.tokenizer
         self._d_head = model.cfg.d_head
-        self._blocks = list(model.blocks)
-        self._attention: Sequence[Any] = [getattr(block, "attn", None) for block in self._blocks]
-        self._mlp = [getattr(block, "mlp", None) for block in self._blocks]
-        if missing := [layer for layer, module in enumerate(self._attention) if not hasattr(module, "hook_pattern")]:
+        self.blocks = list(model.blocks)
+        self.attention: Sequence[Any] = [getattr(block, "attn", None) for block in self.blocks]
+        self.mlp = [getattr(block, "mlp", None) for block in self.blocks]
+        if missing := [layer for layer, module in enumerate(self.attention) if not hasattr(module, "hook_pattern")]:
             raise InterventionHasNoEffect(self._no_pattern_message(missing))
 
     @contextmanager
-    def _on_pattern(self, callback: OnPattern) -> Iterator[None]:
+    def on_pattern(self, callback: OnPattern) -> Iterator[None]:
         values: dict[int, Tensor] = {}
 
         def call(layer: int) -> Callable[[Tensor], Tensor | None]:
             return lambda pattern: callback(layer, pattern, self._by_head(values[layer]))
 
         with ExitStack() as stack:
-            for layer, attention in enumerate(self._attention):
+            for layer, attention in enumerate(self.attention):
                 stack.enter_context(editing_output(self._value_point(attention), keep_in(values, layer)))
                 stack.enter_context(editing_output(attention.hook_pattern, call(layer)))
             yield
@@ -67,17 +68,17 @@ class BridgeModel(_TransformerLensModel):
     def accepts(model: Any) -> bool:
         return isinstance(model, TransformerBridge)
 
-    def _forward(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
+    def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
         return self._model.original_model(input_ids=tokens, use_cache=False).logits
 
     def _value_point(self, attention: Any) -> nn.Module:
         return attention.v
 
-    def _on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
-        return editing_input(self._attention[layer].o, callback)
+    def on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
+        return editing_input(self.attention[layer].o, callback)
 
-    def _project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
-        return self._attention[layer].o(z)
+    def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
+        return self.attention[layer].o(z)
 
 
 class HookedTransformerModel(_TransformerLensModel):
@@ -91,22 +92,22 @@ class HookedTransformerModel(_TransformerLensModel):
         known = vars(transformer_lens).get("HookedTransformer")
         return isinstance(known, type) and isinstance(model, known)
 
-    def _forward(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
+    def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
         # Left padding would shift positions wherever a prompt holds the pad token.
         return self._model(tokens, return_type="logits", padding_side="right")
 
     def _value_point(self, attention: Any) -> nn.Module:
         return attention.hook_v
 
-    def _on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
+    def on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
         def flat(z: Tensor) -> Tensor | None:
             new = callback(z.flatten(-2))
             return None if new is None else new.unflatten(-1, z.shape[-2:])
 
-        return editing_output(self._attention[layer].hook_z, flat)
+        return editing_output(self.attention[layer].hook_z, flat)
 
-    def _project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
-        attention = self._attention[layer]
+    def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
+        attention = self.attention[layer]
         return functional.linear(z, attention.W_O.flatten(0, 1).T, attention.b_O)
 
 

@@ -36,6 +36,7 @@ def model(shape, seed):
     with torch.no_grad():
         for layer in made.gpt_neox.layers:  # patterns far from uniform, so that patching them matters
             layer.attention.query_key_value.weight.mul_(5)
+        made.lm_head.weight.mul_(20)  # and probabilities that are not all 1 / vocabulary
     return made
 
 
@@ -54,7 +55,8 @@ def transformer_lens_loop(pre, post, tokens, targets):
 
     with torch.no_grad():
         _, cache = post.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))
-        return (patching.get_act_patch_attn_head_pattern_all_pos(pre, tokens, cache, p_target) - p_target(pre(tokens))).numpy()
+        patched = patching.get_act_patch_attn_head_pattern_all_pos(pre, tokens, cache, p_target)
+        return (patched - p_target(pre(tokens))).numpy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +69,7 @@ def test_ranking_against_the_transformer_lens_loop(shape, kind, tmp_path, capsys
     task = eh.tasks.from_tokens(tokens, targets)
     ours, theirs = pair(shape, kind, tmp_path), pair(shape, "bridge" if kind == "plain" else kind, tmp_path)
 
+    eh.rank_heads(*pair("14m", "plain", tmp_path), eh.tasks.from_tokens(tokens[:1], targets[:1]))  # imports
     start = time.process_time()
     ranking = eh.rank_heads(*ours, task)
     middle = time.process_time()
@@ -75,6 +78,7 @@ def test_ranking_against_the_transformer_lens_loop(shape, kind, tmp_path, capsys
 
     delta_p = ranking.delta_p.mean(-1)
     np.testing.assert_allclose(delta_p, loop, atol=1e-5)
+    assert np.abs(loop).max() > 2e-4
     assert np.corrcoef(delta_p.ravel(), loop.ravel())[0, 1] > 0.999
     ratio = (end - middle) / (middle - start)
     with capsys.disabled():

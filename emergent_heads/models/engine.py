@@ -1,0 +1,387 @@
+"""The engine that patches attention patterns: the numbers of one full forward pass per head, with less work.
+
+* Work before the patched layer is done once: a run starts at the patched layer from the cached residual stream.
+* A head's new pattern changes only what that head writes, `(P_post - P_pre) @ V @ W_O`, so queries, keys and the other
+  heads of that layer are not run again, nor the MLP of that layer where attention and MLP are parallel (GPT-NeoX).
+* In the last block, only the answer's position goes through the output projection and the MLP.
+* Several heads are run as one batch, and only the answer's position is unembedded, for many runs at once.
+
+The shortcuts are checked once per model against the plain run with the edited pattern, and are not used where they do
+not reproduce it (attention whose output is gated or normalised, say).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from emergent_heads.errors import ArgumentError
+from emergent_heads.models.hooked import Answers, HookedModel, read_answers
+from emergent_heads.models.hooks import (
+    at_positions,
+    editing_input,
+    editing_output,
+    keep_in,
+    replaced_forward,
+    without_running,
+)
+from emergent_heads.randomness import torch_generator
+from emergent_heads.tasks.task import PromptBatch
+
+Head = tuple[int, int]
+"""`(layer, head)`."""
+
+# Numbers in the widest activation of a batch, and in the logits of one: enough for full matrix speed.
+_BATCH_ELEMENTS = 2**24
+_LOGIT_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One forward pass over a batch, kept so that patched runs can start at any layer.
+
+    Every list has one entry a layer. `mlp_out` is None where the MLP reads the attention's output.
+    """
+
+    batch: PromptBatch
+    logits: Float[Tensor, "prompt vocabulary"]
+    resid_pre: list[Float[Tensor, "prompt pos d_model"]]
+    attention_out: list[Float[Tensor, "prompt pos d_model"]]
+    mlp_out: list[Float[Tensor, "prompt pos d_model"] | None]
+    patterns: list[Float[Tensor, "prompt head dest src"]]
+    values: list[Float[Tensor, "prompt head src d_head"]]
+
+    @property
+    def answers(self) -> Answers:
+        """What the pass answers, nothing patched."""
+        return read_answers(self.logits, self.batch.targets)
+
+
+class PatchEngine:
+    """Patched runs of one model; `model.engine` makes and keeps it.
+
+    Making one checks that the model's patterns can be edited and which shortcuts hold.
+
+    Raises:
+        InterventionHasNoEffect: editing the patterns of some layer does not change the output.
+    """
+
+    def __init__(self, model: HookedModel) -> None:
+        model.check_pattern_edits()
+        self._model = model
+        self._last = model.n_layers - 1
+        self._n_outputs: dict[nn.Module, int] = {}
+        self._parallel = self._find_parallel_layers()
+        self.uses_shortcuts = False
+        self.uses_shortcuts = self._shortcuts_hold()
+
+    def trace(self, batch: PromptBatch) -> Trace:
+        """One forward pass that keeps what patched runs start from."""
+        model, batch = self._model, batch.to(self._model.device)
+        resid: dict[int, Tensor] = {}
+        attention: dict[int, Tensor] = {}
+        mlp: dict[int, Tensor] = {}
+        patterns: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+
+        def keep_attention(layer: int, pattern: Tensor, value: Tensor) -> None:
+            patterns[layer], values[layer] = pattern, value
+
+        with model.evaluating(), ExitStack() as stack:
+            stack.enter_context(model.on_pattern(keep_attention))
+            for layer in range(model.n_layers):
+                stack.enter_context(editing_input(model.blocks[layer], keep_in(resid, layer)))
+                stack.enter_context(editing_output(model.attention[layer], keep_in(attention, layer)))
+                if self._parallel[layer]:
+                    stack.enter_context(editing_output(model.mlp[layer], keep_in(mlp, layer)))
+            logits = model.logits_at(batch.tokens, batch.positions)
+        layers = range(model.n_layers)
+        kept = ([found[layer] for layer in layers] for found in (resid, attention, patterns, values))
+        resid_pre, attention_out, all_patterns, all_values = kept
+        mlp_out = [mlp.get(layer) for layer in layers]
+        return Trace(batch, logits, resid_pre, attention_out, mlp_out, all_patterns, all_values)
+
+    def patch_heads(
+        self,
+        trace: Trace,
+        patterns: Sequence[Float[Tensor, "prompt head dest src"]],
+        heads: Sequence[Head],
+        *,
+        rows: str = "all",
+        batch_size: int | None = None,
+    ) -> Answers:
+        """The answers with one head's pattern replaced, for each of these heads: `[head, prompt]`.
+
+        Args:
+            trace: pass of this model over the prompts.
+            patterns: per layer, the patterns to take the new ones from.
+            heads: `(layer, head)`, each patched alone.
+            rows: "all" replaces whole patterns, "last" only the row of each prompt's answer position.
+            batch_size: largest number of sequences run together; halved by itself when memory runs out.
+        """
+        if not self.uses_shortcuts:
+            masks = torch.zeros(len(heads), self._model.n_layers, self._model.n_heads, dtype=torch.bool)
+            for index, (layer, head) in enumerate(heads):
+                masks[index, layer, head] = True
+            return self.patch_sets(trace, patterns, masks, rows=rows, batch_size=batch_size)
+        size = self._per_batch(trace, batch_size)
+        order: list[int] = []
+        final: list[Tensor] = []
+        for layer in sorted({layer for layer, _ in heads}):
+            places = [place for place, (at, _) in enumerate(heads) if at == layer]
+            new = self._rows_to_patch(trace, layer, patterns[layer], rows)
+            in_layer = [heads[place][1] for place in places]
+
+            def run(start: int, stop: int, layer: int = layer, in_layer: list[int] = in_layer, new: Tensor = new):
+                return self._run_heads(trace, layer, in_layer[start:stop], new)
+
+            final.append(_in_batches(run, len(places), size))
+            order += places
+        return self._read(torch.cat(final), trace.batch, order)
+
+    def patch_sets(
+        self,
+        trace: Trace,
+        patterns: Sequence[Float[Tensor, "prompt head dest src"]],
+        masks: Bool[Tensor, "set layer head"],
+        *,
+        rows: str = "all",
+        batch_size: int | None = None,
+    ) -> Answers:
+        """The answers with all heads of a set patched together, for each set: `[set, prompt]`.
+
+        Args:
+            trace: pass of this model over the prompts.
+            patterns: per layer, the patterns to take the new ones from.
+            masks: which heads each set holds.
+            rows, batch_size: as in `patch_heads`.
+        """
+        # Sets that start late are run together, so that each batch starts as late as it can.
+        first = [int(layers[0]) if len(layers := mask.any(-1).nonzero()[:, 0]) else self._last for mask in masks]
+        order = sorted(range(len(masks)), key=first.__getitem__, reverse=True)
+        masks = masks.to(self._model.device)
+
+        def run(start: int, stop: int) -> Tensor:
+            chosen = order[start:stop]
+            return self._run_sets(min(first[place] for place in chosen), trace, patterns, masks[chosen], rows)
+
+        return self._read(_in_batches(run, len(masks), self._per_batch(trace, batch_size)), trace.batch, order)
+
+    # ---- runs, up to the unembedding: each gives the final residual stream at the answers' positions ----
+
+    def _run_heads(
+        self, trace: Trace, layer: int, heads: list[int], new: Float[Tensor, "prompt head dest src"]
+    ) -> Float[Tensor, "head prompt d_model"]:
+        model, batch, n = self._model, trace.batch, len(heads)
+        change = (new[:, heads] - trace.patterns[layer][:, heads]) @ trace.values[layer][:, heads]
+        z = change.new_zeros(n, len(batch), new.shape[2], model.n_heads, change.shape[-1])
+        for index, head in enumerate(heads):
+            z[index, :, :, head] = change[:, index]
+        written = model.project(layer, z.flatten(-2)) - model.project(layer, z.new_zeros(z[0, 0, 0].numel()))
+        attention_out = (trace.attention_out[layer] + written).flatten(0, 1)
+        with model.evaluating(), ExitStack() as stack:
+            stack.enter_context(self._starting_at(layer, trace.resid_pre[layer].repeat(n, 1, 1)))
+            stack.enter_context(self._returning(model.attention[layer], attention_out))
+            if (mlp_out := trace.mlp_out[layer]) is not None:
+                stack.enter_context(self._returning(model.mlp[layer], mlp_out.repeat(n, 1, 1)))
+            return self._final_resid(batch, n, mlp_runs=mlp_out is None or layer < self._last)
+
+    def _run_sets(
+        self,
+        layer: int,
+        trace: Trace,
+        patterns: Sequence[Float[Tensor, "prompt head dest src"]],
+        masks: Bool[Tensor, "set layer head"],
+        rows: str,
+    ) -> Float[Tensor, "set prompt d_model"]:
+        """Plain runs from `layer` on, with the patterns replaced where attention computes them."""
+        model, batch, n = self._model, trace.batch, len(masks)
+
+        def replace(at: int, pattern: Tensor, _values: Tensor) -> Tensor | None:
+            if not masks[:, at].any():
+                return None
+            replaced = masks[:, None, at, :, None, None] & self._row_mask(batch, rows)[None, :, None, :, None]
+            own = pattern.unflatten(0, (n, len(batch)))
+            return torch.where(replaced, patterns[at].to(pattern), own).flatten(0, 1)
+
+        with model.evaluating(), ExitStack() as stack:
+            stack.enter_context(self._starting_at(layer, trace.resid_pre[layer].repeat(n, 1, 1)))
+            stack.enter_context(model.on_pattern(replace))
+            return self._final_resid(batch, n)
+
+    def _final_resid(self, batch: PromptBatch, n: int, mlp_runs: bool = True) -> Float[Tensor, "run prompt d_model"]:
+        """Runs the batch `n` times over, under the hooks that are set, up to the unembedding."""
+        model, positions = self._model, batch.positions.repeat(n)
+        found: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            if self.uses_shortcuts:
+                # Outputs of one position are added to the residual stream at every position: right at the answer's,
+                # meaningless at the others, which nobody reads.
+                stack.enter_context(model.on_z(self._last, lambda z: at_positions(z, positions)))
+                if mlp_runs and (mlp := model.mlp[self._last]) is not None:
+                    stack.enter_context(editing_input(mlp, lambda resid: at_positions(resid, positions)))
+            stack.enter_context(editing_input(model.unembedding, lambda resid: at_positions(resid, positions)))
+            stack.enter_context(editing_input(model.unembedding, keep_in(found, 0)))
+            stack.enter_context(without_running(model.unembedding))
+            model.run(batch.tokens.repeat(n, 1))
+        return found[0][:, 0].unflatten(0, (n, len(batch)))
+
+    def _read(self, final: Float[Tensor, "run prompt d_model"], batch: PromptBatch, order: Sequence[int]) -> Answers:
+        """Unembeds many runs at once and puts them back in order (`order[i]` is the place of run i)."""
+        per_pass = max(1, _LOGIT_ELEMENTS // (self._model.vocabulary_size * len(batch)))
+        parts = [read_answers(self._unembed(part), batch.targets) for part in final.split(per_pass)]
+        place = torch.empty(len(order), dtype=torch.long)
+        place[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
+        log_p, matched = (torch.cat(of)[place] for of in zip(*parts, strict=True))
+        return Answers(log_p, matched)
+
+    def _unembed(self, final: Float[Tensor, "run prompt d_model"]) -> Float[Tensor, "run prompt vocabulary"]:
+        """Logits, by the model's own way from the unembedding on (soft caps and scales included)."""
+        model, rows = self._model, final.flatten(0, 1)
+        with model.evaluating(), ExitStack() as stack:
+            for block in model.blocks:
+                stack.enter_context(replaced_forward(block, self._passing_through(block)))
+            stack.enter_context(editing_input(model.unembedding, lambda _: rows[:, None]))
+            logits = model.run(torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device))
+        return logits[:, -1].float().unflatten(0, final.shape[:2])
+
+    # ---- parts of runs ----
+
+    @contextmanager
+    def _starting_at(self, layer: int, resid: Float[Tensor, "row pos d_model"]) -> Iterator[None]:
+        """Blocks before `layer` pass their input through; block `layer` gets `resid`."""
+        blocks = self._model.blocks
+        with ExitStack() as stack:
+            for block in blocks[:layer]:
+                stack.enter_context(replaced_forward(block, self._passing_through(block)))
+            stack.enter_context(editing_input(blocks[layer], lambda _: resid))
+            yield
+
+    def _passing_through(self, block: nn.Module) -> Callable[..., Any]:
+        """A forward that returns its input: the block stays in its place, so that no layer is renumbered."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._as_output(block, args[0] if args else kwargs["hidden_states"])
+
+        return forward
+
+    def _returning(self, module: nn.Module, output: Tensor) -> AbstractContextManager[None]:
+        """The module is not run and returns `output`."""
+        result = self._as_output(module, output)
+        return replaced_forward(module, lambda *args, **kwargs: result)
+
+    def _as_output(self, module: nn.Module, tensor: Tensor) -> Any:
+        """As many values as the module itself returns, the tensor first."""
+        n = self._n_outputs[module]
+        return (tensor, *[None] * (n - 1)) if n else tensor
+
+    def _rows_to_patch(self, trace: Trace, layer: int, new: Tensor, rows: str) -> Tensor:
+        new = new.to(self._model.device)
+        return torch.where(self._row_mask(trace.batch, rows)[:, None, :, None], new, trace.patterns[layer])
+
+    def _row_mask(self, batch: PromptBatch, rows: str) -> Bool[Tensor, "prompt dest"]:
+        if rows == "all":
+            return torch.ones_like(batch.tokens, dtype=torch.bool)
+        return torch.arange(batch.tokens.shape[1], device=batch.tokens.device) == batch.positions[:, None]
+
+    def _per_batch(self, trace: Trace, batch_size: int | None) -> int:
+        """How many heads or sets run together, so that at most `batch_size` sequences do."""
+        n, length = trace.batch.tokens.shape
+        if batch_size is None:
+            batch_size = _BATCH_ELEMENTS // (length * 4 * self._model.d_model)
+        elif batch_size < 1:
+            raise ArgumentError(f"batch_size={batch_size}: give a positive number of sequences")
+        return max(1, batch_size // n)
+
+    # ---- checks, on a few tokens, without unembedding ----
+
+    def _find_parallel_layers(self) -> list[bool]:
+        """Per layer, whether the MLP's input is the same when the attention writes nothing."""
+        model, tokens = self._model, self._model.sample_tokens(1, 5)
+        resid: dict[int, Tensor] = {}
+        plain: dict[int, Tensor] = {}
+        silent: dict[int, Tensor] = {}
+        layers = [layer for layer in range(model.n_layers) if model.mlp[layer] is not None]
+        with model.evaluating(), without_running(model.unembedding), ExitStack() as stack:
+            for layer in range(model.n_layers):
+                stack.enter_context(editing_input(model.blocks[layer], keep_in(resid, layer)))
+                for module in (model.blocks[layer], model.attention[layer], model.mlp[layer]):
+                    if module is not None:
+                        stack.enter_context(self._noting_outputs(module))
+            for layer in layers:
+                stack.enter_context(editing_input(model.mlp[layer], keep_in(plain, layer)))
+            model.run(tokens)
+        with model.evaluating(), without_running(model.unembedding), ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(editing_input(model.blocks[layer], lambda _, kept=resid[layer]: kept))
+                stack.enter_context(editing_output(model.attention[layer], torch.zeros_like))
+                stack.enter_context(editing_input(model.mlp[layer], keep_in(silent, layer)))
+            model.run(tokens)
+        return [layer in plain and torch.equal(plain[layer], silent[layer]) for layer in range(model.n_layers)]
+
+    @contextmanager
+    def _noting_outputs(self, module: nn.Module) -> Iterator[None]:
+        """Notes how many values the module returns (0: a bare tensor), so that a stand-in returns as many."""
+
+        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
+            self._n_outputs[module] = len(output) if isinstance(output, tuple) else 0
+
+        handle = module.register_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _shortcuts_hold(self) -> bool:
+        """Whether one head's shortcut in the first, middle and last layer gives what the plain run gives."""
+        model, tokens = self._model, self._model.sample_tokens(2, 7)
+        last = torch.full((2,), tokens.shape[1] - 1, device=model.device)
+        with without_running(model.unembedding):
+            trace = self.trace(PromptBatch(tokens, last, tokens[:, 0], ((), ())))
+        heads = [(layer, model.n_heads - 1) for layer in sorted({0, model.n_layers // 2, self._last})]
+        masks = torch.zeros(len(heads), model.n_layers, model.n_heads, dtype=torch.bool, device=model.device)
+        for index, at in enumerate(heads):
+            masks[index][at] = True
+        new = [_random_pattern(pattern) for pattern in trace.patterns]
+        plain = self._run_sets(0, trace, new, masks, "all")
+        self.uses_shortcuts = True
+        try:
+            short = torch.cat([self._run_heads(trace, layer, [head], new[layer]) for layer, head in heads])
+        except RuntimeError:  # shapes that do not go together: a block that does something of its own
+            return False
+        finally:
+            self.uses_shortcuts = False
+        tolerance = 1e-4 if model.dtype == torch.float32 else 1e-6 if model.dtype == torch.float64 else 5e-2
+        return torch.allclose(short, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max()))
+
+
+def _random_pattern(like: Float[Tensor, "prompt head dest src"]) -> Float[Tensor, "prompt head dest src"]:
+    """Causal patterns unlike any model's own."""
+    generator = torch_generator(0, "random pattern")
+    pattern = torch.rand(like.shape, generator=generator).to(like).tril()
+    return pattern / pattern.sum(-1, keepdim=True)
+
+
+def _in_batches(run: Callable[[int, int], Float[Tensor, "run prompt d_model"]], n: int, size: int) -> Tensor:
+    """Joins `run(start, stop)` over slices of at most `size`, halving it when memory runs out."""
+    done: list[Tensor] = []
+    start = 0
+    while start < n:
+        stop = min(start + size, n)
+        try:
+            done.append(run(start, stop))
+        except (RuntimeError, MemoryError) as error:
+            if stop - start == 1 or not _is_out_of_memory(error):
+                raise
+            size = (stop - start) // 2
+            continue
+        start = stop
+    return torch.cat(done)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)

@@ -1,0 +1,85 @@
+"""Hooks on any module, all of them gone when the block ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+@contextmanager
+def editing_input(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Passes the module's first tensor argument through `edit` (None leaves it)."""
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if args:
+            new = edit(args[0])
+            return None if new is None else ((new, *args[1:]), kwargs)
+        name = next(name for name in ("hidden_states", "x", "input") if name in kwargs)
+        new = edit(kwargs[name])
+        return None if new is None else (args, {**kwargs, name: new})
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def editing_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Passes the module's output (the first one, of several) through `edit` (None leaves it)."""
+
+    def hook(_module: nn.Module, _args: tuple, output: Any) -> Any:
+        new = edit(output[0] if isinstance(output, tuple) else output)
+        return None if new is None else _like(output, new)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    # Through the instance's dictionary: a bridge hands other attributes on to the module it wraps.
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+@contextmanager
+def without_running(module: nn.Module) -> Iterator[None]:
+    """The module returns its first input as it is."""
+    with replaced_forward(module, lambda first, *args, **kwargs: first):
+        yield
+
+
+def keep_in(found: dict[int, Tensor], layer: int) -> Callable[[Tensor], None]:
+    """A hook that puts what it sees under `layer` and changes nothing."""
+
+    def keep(value: Tensor) -> None:
+        found[layer] = value
+
+    return keep
+
+
+def at_positions(
+    values: Float[Tensor, "row pos width"], positions: Int[Tensor, " row"]
+) -> Float[Tensor, "row 1 width"]:
+    """One position of each row; a tensor that holds only one position is that position."""
+    if values.shape[1] == 1:
+        return values
+    return values[torch.arange(len(values), device=values.device), positions.to(values.device)][:, None]
+
+
+def _like(output: Any, first: Tensor) -> Any:
+    return (first, *output[1:]) if isinstance(output, tuple) else first
