@@ -199,8 +199,6 @@ class Emergence:
             _write(one, out, plot, line)
 
     def _from_models(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
-        from emergent_heads.analysis.emergence import find_emergence
-
         for option, value in {"--group": self.group, "--score": self.score, "--step": self.step}.items():
             _goes_with(option, value or None, "--from-table", None)
         tasks = self.tasks.all()
@@ -210,22 +208,24 @@ class Emergence:
         files = [(_file_of(self.out, name, names), _file_of(self.plot, name, names)) for name in names]
         for out, plot in files:
             _check_outputs(out, plot)
-        points = find_emergence(
-            self.source.series(), tasks, self.strategy or "bisect", threshold=_given(self.threshold, 0.5)
-        )
+        series = self.source.series()
+        from emergent_heads.analysis.emergence import find_emergence  # brings torch: arguments are checked first
+
+        points = find_emergence(series, tasks, self.strategy or "bisect", threshold=_given(self.threshold, 0.5))
         return list(zip(points, files, strict=True))
 
     def _from_scores(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
-        from emergent_heads.analysis.emergence import emergence_from_table
-
         assert self.from_table is not None
         if self.source != Source() or self.tasks != Tasks():
             raise ArgumentError("--from-table takes its scores from the table: leave out checkpoints and tasks")
         if self.threshold is None:
             raise ArgumentError("--from-table needs --threshold: which score counts as emerged?")
         _check_outputs(self.out, self.plot)
+        scores = _read(self.from_table)
+        from emergent_heads.analysis.emergence import emergence_from_table
+
         table = emergence_from_table(
-            _read(self.from_table),
+            scores,
             self.threshold,
             self.group or ("model",),
             step=self.step or "step",
@@ -274,8 +274,6 @@ class Rank:
     """most sequences run together (fitted to the memory if left out)"""
 
     def run(self, line: str) -> None:
-        from emergent_heads.analysis.heads import rank_heads
-
         if self.top < 1:
             raise ArgumentError(f"--top is {self.top}: print at least one head")
         if self.recovery is not None and self.out == self.recovery:
@@ -287,6 +285,8 @@ class Rank:
             raise ArgumentError(f"rank takes one task, not {len(tasks)}: {', '.join(task.name for task in tasks)}")
         series = self.source.series()
         pre, post = self._steps(series, tasks[0])
+        from emergent_heads.analysis.heads import rank_heads
+
         ranking = rank_heads(
             series[pre],
             series[post],
@@ -303,12 +303,12 @@ class Rank:
             self._recover(series, pre, post, tasks[0], ranking, line)
 
     def _steps(self, series: "CheckpointSeries", task: "PromptTask") -> tuple[int, int]:
-        from emergent_heads.analysis.emergence import find_emergence
-
         if self.pre is not None and self.post is not None:
             return series[self.pre].step, series[self.post].step
         if self.pre is not None or self.post is not None:
             raise ArgumentError("give both --pre and --post, or neither to search for them")
+        from emergent_heads.analysis.emergence import find_emergence
+
         point = find_emergence(series, task, self.strategy, threshold=self.threshold)
         _print_result(point)
         print()

@@ -42,9 +42,9 @@ def _no_network():
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
+def _own_cache(tmp_path_factory, monkeypatch):
     """Kept evaluations and models of one test are not seen by the next, nor by the user."""
-    monkeypatch.setenv("EMERGENT_HEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("EMERGENT_HEADS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")
