@@ -233,10 +233,12 @@ class PatchEngine:
     def _read(self, final: Float[Tensor, "run prompt d_model"], batch: PromptBatch, order: Sequence[int]) -> Answers:
         """Unembeds many runs at once and puts them back in order (`order[i]` is the place of run i)."""
         per_pass = max(1, _LOGIT_ELEMENTS // (self._model.vocabulary_size * len(batch)))
-        parts = [read_answers(self._unembed(part), batch.targets) for part in final.split(per_pass)]
+        # Unembedded many at a time, for one pass over the large matrix; read one run at a time, while in the cache.
+        logits = (run for part in final.split(per_pass) for run in self._unembed(part))
+        parts = [read_answers(run, batch.targets) for run in logits]
         place = torch.empty(len(order), dtype=torch.long)
         place[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
-        log_p, matched = (torch.cat(of)[place] for of in zip(*parts, strict=True))
+        log_p, matched = (torch.stack(of)[place] for of in zip(*parts, strict=True))
         return Answers(log_p, matched)
 
     def _unembed(self, final: Float[Tensor, "run prompt d_model"]) -> Float[Tensor, "run prompt vocabulary"]:
