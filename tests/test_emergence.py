@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 import emergent_heads as eh
+from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import (
     ArgumentError,
     CheckpointError,
@@ -74,6 +75,9 @@ class FakeSeries:
         self.evaluations = KeptTables.open(kept)
         self.problems, self.error, self.weights = {}, error, weights
         self.loaded, self.evaluated = [], []
+
+    def unload(self):
+        self.loaded.append("unloaded")
 
     def identity(self, step):
         return None if self.weights is None else f"{self.weights} {step}"
@@ -510,3 +514,15 @@ def test_real_models_in_a_real_series():
         with torch.no_grad():
             log_p = load(row.step)(tokens).logits[:, -1].log_softmax(-1)[torch.arange(6), targets]
         assert row.p_target == pytest.approx(log_p.exp().mean().item(), abs=1e-5)
+
+
+def test_a_series_of_folders_is_searched_once_over_sessions_and_left_unloaded(emerging_series):
+    task = eh.tasks.in_context_repetition(n_prompts=4, length=6, n_repeated=4, vocabulary=range(20, 90))
+    first = CheckpointSeries.from_directory(emerging_series)
+    table = eh.emergence_table([first], task, progress=False)
+    assert first._resident is None
+    again = find(CheckpointSeries.from_directory(emerging_series), task)
+    assert again.table["reused"].all()
+    pd.testing.assert_frame_equal(
+        again.table.drop(columns="reused"), table.points[0].table.drop(columns="reused"), check_exact=True
+    )

@@ -275,6 +275,7 @@ def emergence_table(
     points, rows = [], []
     for one in series:
         found = find_emergence(one, tasks, strategy, threshold=threshold, batch_size=batch_size, progress=progress)
+        one.unload()  # one model in memory, however many series there are
         points += found
         rows += [_row(point, size=one.size, seed=one.seed) for point in found]
     return _emergence_table(points, rows, strategy, threshold)

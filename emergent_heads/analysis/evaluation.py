@@ -163,7 +163,7 @@ class SeriesEvaluations:
     _rows: dict[int, list[dict[str, float]] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._kept: KeptTables = getattr(self.series, "evaluations", None) or KeptTables.open(None)
+        self._kept: KeptTables = self.series.evaluations
 
     def at(self, step: int) -> list[dict[str, float]] | None:
         """Per task what was measured at `step`; None where the checkpoint cannot be used (`series.problems` says why).
