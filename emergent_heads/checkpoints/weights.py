@@ -44,9 +44,8 @@ TOKENIZER_NAMES = (
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NOT_ABOUT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
-_CHUNK = (
-    1 << 17
-)  # numbers handled at a time: half a megabyte, so the sum finds the copy still in the processor's cache
+# Numbers handled at a time: half a megabyte, so the sum finds the copy still in the processor's cache.
+_CHUNK = 1 << 17
 
 Fingerprint = tuple[float, ...]
 StoredWeights = Mapping[str, Callable[[], Tensor]]
