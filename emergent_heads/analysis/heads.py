@@ -171,15 +171,15 @@ def _same_heads(pre: Float[Tensor, "prompt head dest src"], post: Float[Tensor, 
 
 
 def _scores(pair: Pair) -> dict[str, Float[np.ndarray, "layer head"]]:
-    columns = {}
-    for name in SCORES:
-        for time in ("pre", "post"):
-            columns[f"{name}_{time}"] = []
-    for time, patterns in (("pre", pair.pre_patterns), ("post", pair.post_patterns)):
-        for of_layer in patterns:
-            for name, values in pattern_scores(of_layer, pair.batch).items():
-                columns[f"{name}_{time}"].append(values.nanmean(0).double().numpy())
-    return {name: np.stack(layers) for name, layers in columns.items()}
+    of = {
+        time: [pattern_scores(layer, pair.batch) for layer in patterns]
+        for time, patterns in (("pre", pair.pre_patterns), ("post", pair.post_patterns))
+    }
+    return {
+        f"{name}_{time}": np.stack([scores[name].nanmean(0).double().numpy() for scores in of[time]])
+        for name in SCORES
+        for time in ("pre", "post")
+    }
 
 
 def _table(

@@ -340,10 +340,10 @@ class PatchEngine:
 
     def _shortcuts_hold(self) -> bool:
         """Whether one head's shortcut in the first, middle and last layer gives what the plain run gives."""
-        model, tokens = self._model, self._model.sample_tokens(2, 7)
-        last = torch.full((2,), tokens.shape[1] - 1, device=model.device)
+        model, tokens = self._model, self._model.sample_tokens(1, 7)
+        last = torch.full((1,), tokens.shape[1] - 1, device=model.device)
         with without_running(model.unembedding):
-            trace = self.trace(PromptBatch(tokens, last, tokens[:, 0], ((), ())))
+            trace = self.trace(PromptBatch(tokens, last, tokens[:, 0], ((),)))
         heads = [(layer, model.n_heads - 1) for layer in sorted({0, model.n_layers // 2, self._last})]
         masks = torch.zeros(len(heads), model.n_layers, model.n_heads, dtype=torch.bool, device=model.device)
         for index, at in enumerate(heads):

@@ -237,17 +237,18 @@ class HookedModel(ABC):
             keep = torch.arange(len(pattern), device=pattern.device) != layer + 1
             return pattern * keep[:, None, None, None].to(pattern)
 
-        with self.evaluating(), ExitStack() as stack:
+        last = torch.full((len(tokens),), tokens.shape[1] - 1, device=self.device)
+        with self.evaluating(), without_running(self.unembedding), ExitStack() as stack:
             stack.enter_context(self.on_pattern(zero_own_layer))
             for layer in range(self.n_layers):
                 stack.enter_context(self.on_z(layer, keep_in(z, layer)))
-            logits = self.logits_at(tokens, torch.full((len(tokens),), tokens.shape[1] - 1, device=self.device))
+            final = self.logits_at(tokens, last)  # the final residual stream, not unembedded
             if missing := sorted(set(range(self.n_layers)) - seen):
                 raise InterventionHasNoEffect(self._no_pattern_message(missing))
             dead = [
                 layer
                 for layer in range(self.n_layers)
-                if torch.equal(logits[layer + 1], logits[0]) and not self._weights_drop_it(layer, z.get(layer))
+                if torch.equal(final[layer + 1], final[0]) and not self._weights_drop_it(layer, z.get(layer))
             ]
         if dead:
             raise InterventionHasNoEffect(
@@ -384,18 +385,20 @@ def check_intervention(model: Any) -> None:
     model.check_residual_edits()
 
 
-def read_answers(logits: Float[Tensor, "*rows vocabulary"], targets: Int[Tensor, " prompt"]) -> Answers:
+def read_answers(logits: Float[Tensor, "prompt vocabulary"], targets: Int[Tensor, " prompt"]) -> Answers:
     """Reads logits at the answers' positions.
 
     Raises:
         NotFiniteError: the logits are NaN or infinite.
     """
     # Few passes over the logits: with a large vocabulary and a small model they are most of the work.
-    index = targets.expand(logits.shape[:-1])
-    log_p = logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(-1)
+    target_logits = logits.gather(-1, targets[:, None])[:, 0]
+    log_p = target_logits - logits.logsumexp(-1)
     if not torch.isfinite(log_p).all():
         raise NotFiniteError("the model's logits are NaN or infinite: its weights are damaged, or its dtype overflows")
-    return Answers(log_p.cpu(), (logits.argmax(-1) == index).cpu())
+    matched = target_logits == logits.amax(-1)
+    matched[matched.clone()] = logits[matched].argmax(-1) == targets[matched]  # of equal logits, the first counts
+    return Answers(log_p.cpu(), matched.cpu())
 
 
 def _listed(numbers: Sequence[int]) -> str:
