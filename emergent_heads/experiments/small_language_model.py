@@ -101,7 +101,7 @@ def tokens_seen(path: Path | str, *, at_least: int = 50) -> list[int]:
     return [token for token, count in enumerate(counts) if count >= at_least]
 
 
-def standard_library_text(n_characters: int = 1_500_000) -> str:
+def standard_library_text(n_characters: int = 1_000_000) -> str:
     """The beginning of the Python standard library's top-level modules, in ASCII: more than a training reads."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -207,7 +207,7 @@ def _optimizer(model: "GPTNeoXForCausalLM", recipe: Recipe) -> "Optimizer":
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98))
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
 
 
 def _check_same_recipe(path: Path, recipe: Recipe) -> None:
