@@ -169,6 +169,26 @@ def test_output_projections_of_zeros_are_no_dropped_edit():
     eh.check_intervention(model)
 
 
+def test_what_zero_weights_hide_is_looked_at_again_with_the_next_weights(batch):
+    """At step 0 a sequential block looks parallel: the attention writes nothing that the MLP could read."""
+    resident, later = tiny("Llama"), tiny("Llama")
+    with torch.no_grad():
+        for layer in resident.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    model = eh.hooked(resident)
+    assert not model.engine.uses_shortcuts
+    resident.load_state_dict(later.state_dict())
+    trace, expected = model.engine.trace(batch), eh.hooked(later)
+    assert model.engine.uses_shortcuts
+    new = random_patterns(trace.patterns)
+    heads = [(0, 1), (1, 2), (2, 3)]
+    answers = model.engine.patch_heads(trace, new, heads).log_p
+    for (layer, head), log_p in zip(heads, answers, strict=True):
+        logits = expected.logits_with_patterns(batch.tokens, batch.positions, {(layer, head): new[layer][:, head]})
+        truth = logits.log_softmax(-1)[range(PROMPTS), batch.targets]
+        torch.testing.assert_close(log_p, truth, atol=1e-5, rtol=1e-5)
+
+
 class _SquashedAttention(modeling_gpt_neox.GPTNeoXAttention):
     """An attention whose output is not linear in what the heads write."""
 

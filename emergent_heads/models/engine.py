@@ -12,15 +12,15 @@ not reproduce it (attention whose output is gated or normalised, say).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from emergent_heads.errors import ArgumentError
-from emergent_heads.models.hooked import Answers, HookedModel, read_answers
+from emergent_heads.errors import ArgumentError, InterventionHasNoEffect
+from emergent_heads.models.hooked import Answers, HookedModel, listed, read_answers
 from emergent_heads.models.hooks import (
     at_positions,
     editing_input,
@@ -64,20 +64,24 @@ class Trace:
 class PatchEngine:
     """Patched runs of one model; `model.engine` makes and keeps it.
 
-    Making one checks that the model's patterns can be edited and which shortcuts hold.
+    Making one runs the model on a few tokens, to see that its patterns can be edited and which shortcuts hold.
+
+    Attributes:
+        uses_shortcuts: whether they do.
+        conclusive: whether the trial could tell. It cannot where output projections are zero, as at step 0 of some
+            runs; nothing is taken for granted then, and the engine is made anew for the next weights.
 
     Raises:
         InterventionHasNoEffect: editing the patterns of some layer does not change the output.
     """
 
     def __init__(self, model: HookedModel) -> None:
-        model.check_pattern_edits()
         self._model = model
         self._last = model.n_layers - 1
         self._n_outputs: dict[nn.Module, int] = {}
-        self._parallel = self._find_parallel_layers()
-        self.uses_shortcuts = False
-        self.uses_shortcuts = self._shortcuts_hold()
+        self._parallel = [mlp is not None for mlp in model.mlp]  # until it is known, every MLP's output is kept
+        self.uses_shortcuts = self.conclusive = False
+        self._try_out()
 
     def trace(self, batch: PromptBatch) -> Trace:
         """One forward pass that keeps what patched runs start from."""
@@ -100,6 +104,7 @@ class PatchEngine:
                     stack.enter_context(editing_output(model.mlp[layer], keep_in(mlp, layer)))
             logits = model.logits_at(batch.tokens, batch.positions)
         layers = range(model.n_layers)
+        model.check_all_seen(patterns, layers)
         kept = ([found[layer] for layer in layers] for found in (resid, attention, patterns, values))
         resid_pre, attention_out, all_patterns, all_values = kept
         mlp_out = [mlp.get(layer) for layer in layers]
@@ -201,7 +206,7 @@ class PatchEngine:
         """Plain runs from `layer` on, with the patterns replaced where attention computes them."""
         model, batch, n = self._model, trace.batch, len(masks)
 
-        def replace(at: int, pattern: Tensor, _values: Tensor) -> Tensor | None:
+        def put_in(at: int, pattern: Tensor, _values: Tensor) -> Tensor | None:
             if not masks[:, at].any():
                 return None
             replaced = masks[:, None, at, :, None, None] & self._row_mask(batch, rows)[None, :, None, :, None]
@@ -210,7 +215,7 @@ class PatchEngine:
 
         with model.evaluating(), ExitStack() as stack:
             stack.enter_context(self._starting_at(layer, trace.resid_pre[layer].repeat(n, 1, 1)))
-            stack.enter_context(model.on_pattern(replace))
+            stack.enter_context(model.on_pattern(put_in))
             return self._final_resid(batch, n)
 
     def _final_resid(self, batch: PromptBatch, n: int, mlp_runs: bool = True) -> Float[Tensor, "run prompt d_model"]:
@@ -299,31 +304,53 @@ class PatchEngine:
             raise ArgumentError(f"batch_size={batch_size}: give a positive number of sequences")
         return max(1, batch_size // n)
 
-    # ---- checks, on a few tokens, without unembedding ----
+    # ---- what the model is tried on when the engine is made ----
 
-    def _find_parallel_layers(self) -> list[bool]:
-        """Per layer, whether the MLP's input is the same when the attention writes nothing."""
-        model, tokens = self._model, self._model.sample_tokens(1, 5)
-        resid: dict[int, Tensor] = {}
-        plain: dict[int, Tensor] = {}
-        silent: dict[int, Tensor] = {}
-        layers = [layer for layer in range(model.n_layers) if model.mlp[layer] is not None]
-        with model.evaluating(), without_running(model.unembedding), ExitStack() as stack:
+    def _try_out(self) -> None:
+        """One plain pass, one with the last head of each layer edited in a row of its own, and three by shortcut."""
+        model, tokens = self._model, self._model.sample_tokens(1, 7)
+        end = torch.tensor([tokens.shape[1] - 1], device=model.device)
+        with ExitStack() as stack:
+            stack.enter_context(without_running(model.unembedding))
+            for module in (*model.blocks, *model.attention, *(mlp for mlp in model.mlp if mlp is not None)):
+                stack.enter_context(self._noting_outputs(module))
+            trace = self.trace(PromptBatch(tokens, end, tokens[:, 0], ((),)))
+        new = [_random_pattern(pattern) for pattern in trace.patterns]
+        masks = torch.zeros(model.n_layers + 1, model.n_layers, model.n_heads, dtype=torch.bool, device=model.device)
+        for layer in range(model.n_layers):
+            masks[layer + 1, layer, -1] = True  # row 0 stays as it is
+        z: dict[int, Tensor] = {}
+        mlp_in: dict[int, Tensor] = {}
+        with ExitStack() as stack:
             for layer in range(model.n_layers):
-                stack.enter_context(editing_input(model.blocks[layer], keep_in(resid, layer)))
-                for module in (model.blocks[layer], model.attention[layer], model.mlp[layer]):
-                    if module is not None:
-                        stack.enter_context(self._noting_outputs(module))
-            for layer in layers:
-                stack.enter_context(editing_input(model.mlp[layer], keep_in(plain, layer)))
-            model.run(tokens)
-        with model.evaluating(), without_running(model.unembedding), ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(editing_input(model.blocks[layer], lambda _, kept=resid[layer]: kept))
-                stack.enter_context(editing_output(model.attention[layer], torch.zeros_like))
-                stack.enter_context(editing_input(model.mlp[layer], keep_in(silent, layer)))
-            model.run(tokens)
-        return [layer in plain and torch.equal(plain[layer], silent[layer]) for layer in range(model.n_layers)]
+                stack.enter_context(model.on_z(layer, keep_in(z, layer)))
+                if model.mlp[layer] is not None:
+                    stack.enter_context(editing_input(model.mlp[layer], keep_in(mlp_in, layer)))
+            plain = self._run_sets(0, trace, new, masks, "all")
+        self.conclusive = self._every_layer_matters(plain, z)
+        self._parallel = [
+            self.conclusive and layer in mlp_in and torch.equal(mlp_in[layer][layer + 1], mlp_in[layer][0])
+            for layer in range(model.n_layers)
+        ]
+        mlp_out = [out if parallel else None for out, parallel in zip(trace.mlp_out, self._parallel, strict=True)]
+        self.uses_shortcuts = self.conclusive and self._shortcuts_hold(replace(trace, mlp_out=mlp_out), new, plain)
+
+    def _every_layer_matters(self, plain: Float[Tensor, "set 1 d_model"], z: dict[int, Tensor]) -> bool:
+        """Whether the edit of each layer moves the output; False where only weights of zero keep it from doing so."""
+        still = [layer for layer in range(self._model.n_layers) if torch.equal(plain[layer + 1], plain[0])]
+        if dead := [layer for layer in still if not self._weights_drop_it(layer, z.get(layer))]:
+            raise InterventionHasNoEffect(
+                f"editing the attention patterns of layer {listed(dead)} does not change the output of this "
+                f"{self._model.kind}: it uses its patterns before the hook is called, so patching it would do "
+                "nothing. Use the plain Hugging Face model, or another transformer-lens version"
+            )
+        return not still
+
+    def _weights_drop_it(self, layer: int, z: Tensor | None) -> bool:
+        """Whether the edit does reach the heads' outputs, and only an output projection of zeros hides it."""
+        if z is None or torch.equal(z[layer + 1], z[0]):
+            return False
+        return torch.equal(self._model.project(layer, z[layer + 1]), self._model.project(layer, z[0]))
 
     @contextmanager
     def _noting_outputs(self, module: nn.Module) -> Iterator[None]:
@@ -338,27 +365,18 @@ class PatchEngine:
         finally:
             handle.remove()
 
-    def _shortcuts_hold(self) -> bool:
-        """Whether one head's shortcut in the first, middle and last layer gives what the plain run gives."""
-        model, tokens = self._model, self._model.sample_tokens(1, 7)
-        last = torch.full((1,), tokens.shape[1] - 1, device=model.device)
-        with without_running(model.unembedding):
-            trace = self.trace(PromptBatch(tokens, last, tokens[:, 0], ((),)))
-        heads = [(layer, model.n_heads - 1) for layer in sorted({0, model.n_layers // 2, self._last})]
-        masks = torch.zeros(len(heads), model.n_layers, model.n_heads, dtype=torch.bool, device=model.device)
-        for index, at in enumerate(heads):
-            masks[index][at] = True
-        new = [_random_pattern(pattern) for pattern in trace.patterns]
-        plain = self._run_sets(0, trace, new, masks, "all")
+    def _shortcuts_hold(self, trace: Trace, new: Sequence[Tensor], plain: Float[Tensor, "set 1 d_model"]) -> bool:
+        """Whether the shortcut in the first, middle and last layer gives what the plain run gives."""
+        model = self._model
+        layers = sorted({0, model.n_layers // 2, self._last})
         self.uses_shortcuts = True
         try:
-            short = torch.cat([self._run_heads(trace, layer, [head], new[layer]) for layer, head in heads])
+            short = torch.cat([self._run_heads(trace, layer, [model.n_heads - 1], new[layer]) for layer in layers])
         except RuntimeError:  # shapes that do not go together: a block that does something of its own
             return False
-        finally:
-            self.uses_shortcuts = False
-        tolerance = 1e-4 if model.dtype == torch.float32 else 1e-6 if model.dtype == torch.float64 else 5e-2
-        return torch.allclose(short, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max()))
+        expected = plain[[layer + 1 for layer in layers]]
+        tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(model.dtype, 5e-2)
+        return torch.allclose(short, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 def _random_pattern(like: Float[Tensor, "prompt head dest src"]) -> Float[Tensor, "prompt head dest src"]:

@@ -9,7 +9,7 @@ Patched runs of many heads go through `engine.py`, which `model.engine` makes an
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +68,6 @@ class HookedModel(ABC):
     unembedding: nn.Module
 
     def __init__(self) -> None:
-        self._pattern_checked = False
         self._residual_checked = False
         self._engine: "PatchEngine | None" = None
 
@@ -165,7 +164,7 @@ class HookedModel(ABC):
         Raises:
             InterventionHasNoEffect: editing this model's patterns does not change its output.
         """
-        if self._engine is None:
+        if self._engine is None or not self._engine.conclusive:
             from emergent_heads.models.engine import PatchEngine
 
             self._engine = PatchEngine(self)
@@ -223,40 +222,9 @@ class HookedModel(ABC):
         """Checks once that a changed pattern changes the output, layer by layer.
 
         Raises:
-            InterventionHasNoEffect: it does not, at some layer.
+            InterventionHasNoEffect: it does not, at some layer, or there is no pattern to be seen.
         """
-        if self._pattern_checked:
-            return
-        # One row per layer, whose patterns are zeroed at that layer only, beside an untouched row.
-        tokens = self.sample_tokens(1, 6).expand(self.n_layers + 1, -1).contiguous()
-        z: dict[int, Tensor] = {}
-        seen: set[int] = set()
-
-        def zero_own_layer(layer: int, pattern: Tensor, _values: Tensor) -> Tensor:
-            seen.add(layer)
-            keep = torch.arange(len(pattern), device=pattern.device) != layer + 1
-            return pattern * keep[:, None, None, None].to(pattern)
-
-        last = torch.full((len(tokens),), tokens.shape[1] - 1, device=self.device)
-        with self.evaluating(), without_running(self.unembedding), ExitStack() as stack:
-            stack.enter_context(self.on_pattern(zero_own_layer))
-            for layer in range(self.n_layers):
-                stack.enter_context(self.on_z(layer, keep_in(z, layer)))
-            final = self.logits_at(tokens, last)  # the final residual stream, not unembedded
-            if missing := sorted(set(range(self.n_layers)) - seen):
-                raise InterventionHasNoEffect(self._no_pattern_message(missing))
-            dead = [
-                layer
-                for layer in range(self.n_layers)
-                if torch.equal(final[layer + 1], final[0]) and not self._weights_drop_it(layer, z.get(layer))
-            ]
-        if dead:
-            raise InterventionHasNoEffect(
-                f"setting the attention patterns of layer {_listed(dead)} to zero does not change the output of this "
-                f"{self.kind}: it uses its patterns before the hook is called, so patching it would do nothing. "
-                "Use the plain Hugging Face model, or another transformer-lens version"
-            )
-        self._pattern_checked = True
+        _ = self.engine
 
     def check_residual_edits(self) -> None:
         """Checks once that an edit of the residual stream changes the output, layer by layer.
@@ -310,8 +278,7 @@ class HookedModel(ABC):
 
         with self.evaluating(), self.on_pattern(keep):
             logits = self.logits_at(tokens, positions)
-        if missing := sorted(set(layers) - set(found)):
-            raise InterventionHasNoEffect(self._no_pattern_message(missing))
+        self.check_all_seen(found, layers)
         return logits, {layer: found[layer] for layer in sorted(found)}
 
     def _logits_with_residual(self, tokens: Tensor, positions: Tensor, edits: Mapping[int, Callable]) -> Tensor:
@@ -320,17 +287,13 @@ class HookedModel(ABC):
                 stack.enter_context(editing_output(self.blocks[layer], edits[layer]))
             return self.logits_at(tokens, positions)
 
-    def _weights_drop_it(self, layer: int, z: Tensor | None) -> bool:
-        """Whether the edit does reach the heads' outputs, and only an output projection of zeros hides it."""
-        if z is None or torch.equal(z[layer + 1], z[0]):
-            return False
-        return torch.equal(self.project(layer, z[layer + 1]), self.project(layer, z[0]))
-
-    def _no_pattern_message(self, layers: Sequence[int]) -> str:
-        return (
-            f"no attention pattern can be read or edited at layer {_listed(layers)} of this {self.kind}: "
-            "its attention does not go through the interface that the library hooks, so patching it would do nothing"
-        )
+    def check_all_seen(self, found: Container[int], layers: Sequence[int]) -> None:
+        """Raises InterventionHasNoEffect where the pattern of a layer was not seen."""
+        if missing := [layer for layer in layers if layer not in found]:
+            raise InterventionHasNoEffect(
+                f"no attention pattern can be read or edited at layer {listed(missing)} of this {self.kind}: its "
+                "attention does not go through the interface that the library hooks, so patching it would do nothing"
+            )
 
     def sample_tokens(self, n: int, length: int) -> Int[Tensor, "row pos"]:
         """A few random tokens, always the same, for checks of what a model does with them."""
@@ -401,5 +364,6 @@ def read_answers(logits: Float[Tensor, "prompt vocabulary"], targets: Int[Tensor
     return Answers(log_p.cpu(), matched.cpu())
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers in a message."""
     return ", ".join(str(number) for number in numbers)

@@ -106,9 +106,11 @@ class HuggingFaceModel(HookedModel):
                             stack.enter_context(editing_input(child, note(layer, child)))
                 self.run(tokens)
         except (KeyError, ValueError) as error:
-            raise InterventionHasNoEffect(self._no_pattern_message(range(self.n_layers))) from error
-        if missing := [layer for layer in range(self.n_layers) if layer not in projections]:
-            raise InterventionHasNoEffect(self._no_pattern_message(missing))
+            raise InterventionHasNoEffect(
+                f"the attention of this {self.kind} cannot be run by a function of the library's ({error}), so its "
+                "patterns cannot be read or edited"
+            ) from error
+        self.check_all_seen(projections, range(self.n_layers))
         return [attention[i] for i in range(self.n_layers)], [projections[i] for i in range(self.n_layers)]
 
 

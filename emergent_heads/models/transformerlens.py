@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
-from emergent_heads.errors import InterventionHasNoEffect
 from emergent_heads.models.hooked import HookedModel, OnPattern
 from emergent_heads.models.hooks import editing_input, editing_output, keep_in
 
@@ -33,8 +32,8 @@ class _TransformerLensModel(HookedModel):
         self.blocks = list(model.blocks)
         self.attention: Sequence[Any] = [getattr(block, "attn", None) for block in self.blocks]
         self.mlp = [getattr(block, "mlp", None) for block in self.blocks]
-        if missing := [layer for layer, module in enumerate(self.attention) if not hasattr(module, "hook_pattern")]:
-            raise InterventionHasNoEffect(self._no_pattern_message(missing))
+        hooked = [layer for layer, module in enumerate(self.attention) if hasattr(module, "hook_pattern")]
+        self.check_all_seen(hooked, range(self.n_layers))
 
     @contextmanager
     def on_pattern(self, callback: OnPattern) -> Iterator[None]:
