@@ -6,7 +6,7 @@ training is what a user would write for a published suite.
 
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -74,13 +74,15 @@ def _train_in_processes(jobs: Sequence[tuple[Path, Recipe, int]]) -> None:
     # Spawned, not forked: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, context, _prepare_process, (context.RLock(),)) as pool:
-        running = [pool.submit(train_series, path, recipe, progress_row=row) for path, recipe, row in jobs]
-        try:
-            for job in running:
+        waiting, running = list(jobs), set()
+        while waiting or running:
+            # No more than run at once: one that the pool holds ready would still be trained after an interrupt.
+            while waiting and len(running) < PROCESSES:
+                path, recipe, row = waiting.pop(0)
+                running.add(pool.submit(train_series, path, recipe, progress_row=row))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for job in done:
                 job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _prepare_process(lock: Any) -> None:
