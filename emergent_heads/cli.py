@@ -92,6 +92,7 @@ class Source:
         _exactly_one({"--suite": self.suite, "--hub": self.hub, "--directory": self.directory, "--run": self.run})
         _goes_with("--seed", self.seed, "--suite", self.suite)
         _goes_with("--pattern", self.pattern, "--hub", self.hub)
+        _check_device(self.device)
         fetching: dict[str, Any] = {"cache": self.cache, "disk_budget_gb": self.disk_budget_gb, "device": self.device}
         if self.suite is not None:
             return suite(self.suite, self.seed or 0, **fetching)
@@ -276,6 +277,8 @@ class Rank:
     def run(self, line: str) -> None:
         if self.top < 1:
             raise ArgumentError(f"--top is {self.top}: print at least one head")
+        if self.controls < 0:
+            raise ArgumentError(f"--controls is {self.controls}: give 0 or more random sets")
         if self.recovery is not None and self.out == self.recovery:
             raise ArgumentError(f"--out and --recovery are both {self.out}; name two files")
         _check_outputs(self.out, self.plot)
@@ -417,6 +420,17 @@ def _exactly_one(options: dict[str, Any]) -> None:
 def _goes_with(option: str, value: object, other: str, other_value: object) -> None:
     if value is not None and not other_value:
         raise ArgumentError(f"{option} goes with {other}, which is not given")
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"no device {device!r} here: {str(error).splitlines()[0]}") from error
 
 
 def _given(value: float | None, default: float) -> float:

@@ -191,6 +191,8 @@ WRONG = {
         "name two files",
     ),
     "no heads to print": (["rank", *TASK, "--suite", "pythia-14m", "--top", "0"], "--top is 0"),
+    "negative controls": (["rank", *TASK, "--suite", "pythia-14m", "--controls", "-1"], "--controls is -1"),
+    "unknown device": (["emergence", *TASK, "--suite", "pythia-14m", "--device", "abacus"], "no device 'abacus'"),
     "no seeds": (["demo", "--seeds", "0"], "at least one model"),
     "no steps": (["demo", "--steps", "0"], "steps"),
 }
@@ -247,7 +249,8 @@ def test_other_ends(raised, status, said, monkeypatch, capsys):
     assert complaint(capsys) == f"emergent-heads: {said}\n"
 
 
-def test_hub_that_does_not_answer_is_status_1(capsys):
+def test_hub_that_does_not_answer_is_status_1(monkeypatch, capsys):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the retries
     assert run("emergence", "--hub", "nobody/nothing", *TASK) == 1
     assert "nobody/nothing" in capsys.readouterr().err
 

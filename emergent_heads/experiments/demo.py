@@ -51,8 +51,8 @@ def run_demo(out: Path | str, *, seeds: int = 3, steps: int = 500) -> Iterator[s
     check_writable(out / "emergence.csv")
     recipes = [Recipe(seed=seed, steps=steps) for seed in range(seeds)]
     yield (
-        f"Training {seeds} GPT-NeoX models of 67,000 parameters on the text of the Python standard library, "
-        f"{steps} steps each."
+        "Training a GPT-NeoX of 67,000 parameters on the text of the Python standard library: "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {steps} steps each."
     )
     folders = train_all(out / "checkpoints", recipes)
     with _one_thread():
