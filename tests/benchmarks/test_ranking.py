@@ -19,7 +19,10 @@ pytestmark = pytest.mark.benchmark
 VOCABULARY, PROMPTS, LENGTH = 50304, 16, 30
 SHAPES = {"14m": (6, 128, 4), "160m": (12, 768, 12)}
 WANTED = {"14m": 8.0, "160m": 3.0}
-KINDS = ("plain", "bridge", *(["HookedTransformer"] if HAS_HOOKED_TRANSFORMER else []))
+# TransformerLens cannot patch a plain model: its loop runs on the bridge of the same weights.
+LOOPS = {"bridge": ("plain", "bridge")} | (
+    {"HookedTransformer": ("HookedTransformer",)} if HAS_HOOKED_TRANSFORMER else {}
+)
 
 
 def model(shape, seed):
@@ -59,30 +62,30 @@ def transformer_lens_loop(pre, post, tokens, targets):
         return (patched - p_target(pre(tokens))).numpy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranking_against_the_transformer_lens_loop(shape, kind, tmp_path, capsys):
+def test_ranking_against_the_transformer_lens_loop(shape, tmp_path, capsys):
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (PROMPTS, LENGTH), generator=generator)
     targets = torch.randint(VOCABULARY, (PROMPTS,), generator=generator)
     task = eh.tasks.from_tokens(tokens, targets)
-    ours, theirs = pair(shape, kind, tmp_path), pair(shape, "bridge" if kind == "plain" else kind, tmp_path)
-
     eh.rank_heads(*pair("14m", "plain", tmp_path), eh.tasks.from_tokens(tokens[:1], targets[:1]))  # imports
-    start = time.process_time()
-    ranking = eh.rank_heads(*ours, task)
-    middle = time.process_time()
-    loop = transformer_lens_loop(*theirs, tokens, targets)
-    end = time.process_time()
-
-    delta_p = ranking.delta_p.mean(-1)
-    np.testing.assert_allclose(delta_p, loop, atol=1e-5)
-    assert np.abs(loop).max() > 2e-4
-    assert np.corrcoef(delta_p.ravel(), loop.ravel())[0, 1] > 0.999
-    ratio = (end - middle) / (middle - start)
-    with capsys.disabled():
-        print(
-            f"\n{shape}, {kind}: TransformerLens loop {end - middle:.1f} s, rank_heads {middle - start:.2f} s, "
-            f"{ratio:.1f} times faster (wanted {WANTED[shape]:g}), delta_p equal to {np.abs(delta_p - loop).max():.1e}"
-        )
+    for loop_kind, kinds in LOOPS.items():
+        models = pair(shape, loop_kind, tmp_path)
+        start = time.process_time()
+        loop = transformer_lens_loop(*models, tokens, targets)
+        loop_seconds = time.process_time() - start
+        assert np.abs(loop).max() > 2e-4
+        for kind in kinds:
+            models = pair(shape, kind, tmp_path)
+            start = time.process_time()
+            delta_p = eh.rank_heads(*models, task).delta_p.mean(-1)
+            seconds = time.process_time() - start
+            np.testing.assert_allclose(delta_p, loop, atol=1e-5)
+            assert np.corrcoef(delta_p.ravel(), loop.ravel())[0, 1] > 0.999
+            with capsys.disabled():
+                print(
+                    f"\n{shape}, {kind}: TransformerLens loop {loop_seconds:.1f} s, rank_heads {seconds:.2f} s: "
+                    f"{loop_seconds / seconds:.1f} times faster (wanted {WANTED[shape]:g}); delta_p up to "
+                    f"{np.abs(loop).max():.1e}, equal to {np.abs(delta_p - loop).max():.1e}"
+                )
