@@ -171,14 +171,12 @@ def _same_heads(pre: Float[Tensor, "prompt head dest src"], post: Float[Tensor, 
 
 
 def _scores(pair: Pair) -> dict[str, Float[np.ndarray, "layer head"]]:
-    of = {
-        time: [pattern_scores(layer, pair.batch) for layer in patterns]
-        for time, patterns in (("pre", pair.pre_patterns), ("post", pair.post_patterns))
-    }
+    shape = (pair.model.n_layers, pair.model.n_heads)
+    pre, post = (pattern_scores(torch.cat(of, dim=1), pair.batch) for of in (pair.pre_patterns, pair.post_patterns))
     return {
-        f"{name}_{time}": np.stack([scores[name].nanmean(0).double().numpy() for scores in of[time]])
+        f"{name}_{time}": scores[name].nanmean(0).double().numpy().reshape(shape)
         for name in SCORES
-        for time in ("pre", "post")
+        for time, scores in (("pre", pre), ("post", post))
     }
 
 
