@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from emergent_heads.errors import ArgumentError, EmergentHeadsError, OutputError
+from emergent_heads.errors import ArgumentError, EmergentHeadsError
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from emergent_heads.checkpoints.series import CheckpointSeries
     from emergent_heads.results import Result
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "emergent-heads"
 SUMMARY = "When did a capability emerge in training, and which attention heads made it emerge?"
-FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 TaskName = Literal["string_repetition", "in_context_repetition", "pattern_completion", "indirect_object"]
 Strategy = Literal["bisect", "scan", "verify"]
@@ -450,17 +448,13 @@ def _check_outputs(table: Path | None, figure: Path | None) -> None:
     Raises:
         OutputError: unknown suffix, or a folder that does not take files.
     """
+    from emergent_heads.plots import FIGURE_SUFFIXES
     from emergent_heads.storage import check_writable
 
     if table is not None:
         check_writable(table)
     if figure is not None:
-        if figure.suffix not in FIGURE_SUFFIXES:
-            raise OutputError(
-                f"cannot tell the format of {figure} from its suffix {figure.suffix!r}: "
-                f"use {', '.join(FIGURE_SUFFIXES)}"
-            )
-        check_writable(figure.with_suffix(".csv"))
+        check_writable(figure, FIGURE_SUFFIXES)
 
 
 def _read(path: Path) -> "pd.DataFrame":
@@ -489,12 +483,7 @@ def _write(result: "Result", table: Path | None, figure: Path | None, line: str)
     if table is not None:
         _say(f"wrote {replace(result, about={**result.about, 'command_line': line}).save(table)}")
     if figure is not None:
-        _save_figure(result.plot(), figure)  # pyright: ignore[reportAttributeAccessIssue]
+        from emergent_heads.plots import save_figure
+
+        save_figure(result.plot(), figure)  # pyright: ignore[reportAttributeAccessIssue]
         _say(f"wrote {figure}")
-
-
-def _save_figure(figure: "Figure", path: Path) -> None:
-    from emergent_heads.storage import atomic_path
-
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)

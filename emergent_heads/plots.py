@@ -4,10 +4,13 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
+
+from emergent_heads.storage import atomic_path, check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +21,21 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7"
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE)
 GREY = "#7F7F7F"
+
+
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def save_figure(figure: "Figure", path: Path | str) -> Path:
+    """Writes a figure as .png, .pdf or .svg by the suffix; a killed process leaves no half of it.
+
+    Raises:
+        OutputError: unknown suffix, or a folder that does not take files.
+    """
+    path = check_writable(path, FIGURE_SUFFIXES)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary)
+    return path
 
 
 @contextmanager

@@ -9,9 +9,8 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,6 +27,7 @@ _TABLE_WRITERS: dict[str, Callable[[pd.DataFrame, Path], object]] = {
     ".parquet": lambda table, path: table.to_parquet(path, index=False),
     ".json": lambda table, path: table.to_json(path, orient="records", indent=1),
 }
+TABLE_SUFFIXES = tuple(_TABLE_WRITERS)
 _TABLE_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".csv": pd.read_csv,
     ".parquet": pd.read_parquet,
@@ -66,16 +66,16 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def check_writable(path: Path | str) -> Path:
-    """The path of a table to be, checked before any work is done for it.
+def check_writable(path: Path | str, suffixes: Sequence[str] = TABLE_SUFFIXES) -> Path:
+    """The path of a file to be, checked before any work is done for it.
 
     Raises:
-        OutputError: the suffix is not .csv, .parquet or .json, or the folder does not take files.
+        OutputError: the suffix is none of `suffixes`, or the folder does not take files.
     """
     path = Path(path)
-    if path.suffix not in _TABLE_WRITERS:
+    if path.suffix not in suffixes:
         raise OutputError(
-            f"cannot tell the format of {path} from its suffix {path.suffix!r}: use {', '.join(_TABLE_WRITERS)}"
+            f"cannot tell the format of {path} from its suffix {path.suffix!r}: use {', '.join(suffixes)}"
         )
     folder = path.parent
     while not folder.exists():
@@ -209,10 +209,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def command_line() -> str:
-    """The line that started this process, for the side file of a result."""
-    import shlex
-
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

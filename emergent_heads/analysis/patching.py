@@ -42,11 +42,11 @@ class Pair:
 
     @property
     def p_pre(self) -> Float[np.ndarray, " prompt"]:
-        return self.pre.log_p.double().exp().numpy()
+        return np.exp(self.pre.log_p.double().numpy())  # by numpy, as for patched answers: equal logs, equal p
 
     @property
     def p_post(self) -> Float[np.ndarray, " prompt"]:
-        return self.post.log_p.double().exp().numpy()
+        return np.exp(self.post.log_p.double().numpy())
 
     def traces(self) -> Iterator[tuple[slice, Trace, list[Float[Tensor, "prompt head dest src"]]]]:
         """Passes of pre over the prompts, in pieces that fit into memory, with post's patterns on the same device."""

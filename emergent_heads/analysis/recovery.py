@@ -139,7 +139,7 @@ class _Sets:
         with tqdm(total=p.size, desc="head sets x prompts", leave=False) as progress:
             for prompts, trace, patterns in self._pair.traces():
                 answers = model.engine.patch_sets(trace, patterns, masks, rows=self._rows, batch_size=self._batch_size)
-                p[:, prompts] = answers.log_p.double().exp().numpy()
+                p[:, prompts] = np.exp(answers.log_p.double().numpy())
                 matched[:, prompts] = answers.matched.numpy()
                 progress.update(answers.log_p.numel())
         self.p.update(zip(new, p, strict=True))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from emergent_heads.errors import ArgumentError
 from emergent_heads.experiments.small_language_model import Recipe, tokens_seen, train_series
-from emergent_heads.storage import atomic_path, check_writable
+from emergent_heads.plots import save_figure
+from emergent_heads.storage import check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,11 +122,11 @@ def _analyse(out: Path, folders: Sequence[Path]) -> Iterator[str]:
     curves: dict[str, RecoveryCurve] = {}
     for one, point in zip(series, emergence.points, strict=True):
         point.save(out / f"emergence-{one.name}.csv")
-        _save_figure(point.plot(), out / f"emergence-{one.name}.png")
+        save_figure(point.plot(), out / f"emergence-{one.name}.png")
         if point.status == "emerged":
             ranking, curves[one.name] = _rank(out, one, task, point)
             yield f"\n{ranking!r}\n\n{curves[one.name]!r}"
-    _save_figure(_overview(emergence.points, curves), out / "overview.png")
+    save_figure(_overview(emergence.points, curves), out / "overview.png")
     yield "\n" + "\n".join(_sentences(emergence.points, curves))
     yield f"\nTables and figures are in {out}/; begin with {out / 'overview.png'}."
 
@@ -143,8 +144,8 @@ def _rank(
     trajectories = head_trajectories(series, task, ranking)
     for name, result in {"heads": ranking, "recovery": curve, "trajectories": trajectories}.items():
         result.save(out / f"{name}-{series.name}.csv")
-        _save_figure(result.plot(), out / f"{name}-{series.name}.png")
-    _save_figure(ranking.plot_patterns(2), out / f"patterns-{series.name}.png")
+        save_figure(result.plot(), out / f"{name}-{series.name}.png")
+    save_figure(ranking.plot_patterns(2), out / f"patterns-{series.name}.png")
     return ranking, curve
 
 
@@ -209,11 +210,6 @@ def _draw_recovery(axes: "Axes", curve: "RecoveryCurve", colour: str) -> None:
     axes.set_xscale("log", base=2)
     ks = table["k"].unique().tolist()
     axes.set_xticks(ks, [*map(str, ks[:-1]), f"all {ks[-1]}"])
-
-
-def _save_figure(figure: "Figure", path: Path) -> None:
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
 
 
 @contextmanager
