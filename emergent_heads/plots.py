@@ -159,8 +159,11 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
     n = len(tokens)
     readable = n <= 32
     side = max(2.1, 0.105 * n + 0.6) if readable else 2.6
+    marks = (list(range(n)), list(tokens)) if readable else _ticks(n, most=8)
+    look: dict[str, Any] = {"fontsize": 6 if readable else 7}
     with style():
-        figure, panels = _panels(2 * len(pairs), width=side, height=side, per_row=len(pairs), share_y=True)
+        width = side + 1.1 / len(pairs)  # the colour bar and the labels take their share
+        figure, panels = _panels(2 * len(pairs), width=width, height=side, per_row=len(pairs), share_y=True)
         image: Any = None
         for column, (title, pre, post) in enumerate(pairs):
             for row, pattern in enumerate((pre, post)):
@@ -169,12 +172,12 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
                 axes.set_xticks([])
                 if row == 0:
                     axes.set_title(title)
-                elif readable:
-                    axes.set_xticks(range(n), tokens, rotation=90, fontsize=6)
+                else:
+                    axes.set_xticks(*marks, rotation=90 if readable else 0, **look)
                 if column == 0:
-                    axes.set_ylabel(("before: dest", "after: dest")[row])
-                    axes.set_yticks(*((range(n), tokens) if readable else ([], [])), fontsize=6)
-        figure.supxlabel("source token", fontsize=9)
+                    axes.set_ylabel(f"{('before', 'after')[row]}: destination")
+                    axes.set_yticks(*marks, **look)
+        figure.supxlabel("source token" if readable else "source position", fontsize=9)
         figure.colorbar(image, ax=panels, label="attention", shrink=0.6, pad=0.02)
     return figure
 
@@ -362,9 +365,9 @@ def _no_ticks() -> Any:
     return NullLocator()
 
 
-def _ticks(n: int) -> tuple[list[int], list[str]]:
-    """Places and numbers of at most about 16 ticks for things counted from 0."""
-    every = -(-n // 16)
+def _ticks(n: int, most: int = 16) -> tuple[list[int], list[str]]:
+    """Places and numbers of at most so many ticks for things counted from 0."""
+    every = -(-n // most)
     places = list(range(0, n, every))
     return places, list(map(str, places))
 

@@ -291,6 +291,7 @@ def test_random_sets_match_the_layers_and_the_p_value_counts_them(task, monkeypa
     counts = pd.Series(drawn).value_counts()
     assert counts.max() < 30  # none is preferred: mean 8.3
     assert recovery._random_sets(frozenset(heads), 4, 200, 0) == drawn
+    assert recovery._random_sets(frozenset((1, head) for head in range(4)), 4, 200, 0) == []
     curve = eh.recovery_curve(pre, post, task, heads, ks=(3,), controls=200, seed=0).table
     p_of = {
         chosen: eh.recovery_curve(pre, post, task, list(chosen), ks=(3,), controls=0).table["p"][0]

@@ -54,10 +54,11 @@ class Evaluation(Result):
 
     def headline(self) -> str:
         share, p = self.share, self.p_target
+        spread = "" if np.isnan(p.low) else f" ({p.low:.3f} to {p.high:.3f})"
         return (
             f"{self.task} in {self.model}: {self.table['matched'].sum()} of {len(self.table)} prompts matched "
             f"({share.value:.2f}, 95 % interval {share.low:.2f} to {share.high:.2f}), "
-            f"mean p(target) {p.value:.3f} ({p.low:.3f} to {p.high:.3f})"
+            f"mean p(target) {p.value:.3f}{spread}"
         )
 
 
@@ -105,9 +106,13 @@ def evaluate_batch(model: "HookedModel", batch: PromptBatch, *, name: str, batch
 
 
 def model_name(model: object) -> str:
-    """Name of a model in tables and messages: series and step of a checkpoint, else the class of the object."""
+    """Name of a model in tables and messages: series and step of a checkpoint, else its kind or class."""
+    from emergent_heads.models.hooked import HookedModel
+
     series, step = getattr(model, "series", None), getattr(model, "step", None)
-    return type(model).__name__ if series is None or step is None else f"{series.name} at step {step}"
+    if series is not None and step is not None:
+        return f"{series.name} at step {step}"
+    return model.kind if isinstance(model, HookedModel) else type(model).__name__
 
 
 def _score_chunk(model: "HookedModel", batch: PromptBatch, name: str, first_row: int) -> pd.DataFrame:

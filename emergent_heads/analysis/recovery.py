@@ -2,7 +2,8 @@
 
 Recovered gap = (p_patched - p_pre) / (p_post - p_pre), p being the mean of p(target) over the prompts. Random sets are
 drawn with as many heads in each layer as the set they are compared with, from all heads of these layers, as in a
-permutation test; `p_value` is the share of sets (the set itself counted) that do at least as well.
+permutation test; `p_value` is the share of sets (the set itself counted) that do at least as well. A set that holds
+all heads of its layers has no control: no other set is like it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,11 +107,7 @@ def recovery_curve(
     greedy = _greedy(runner, every, max(ks, default=0)) if order == "greedy" else ()
     chosen += [(k, "greedy", frozenset(greedy[:k])) for k in ks if greedy]
     chosen += [(len(every), "ranked", frozenset(every))]
-    draws = {
-        (k, name): _random_sets(heads_of, pair.model.n_heads, controls, seed)
-        for k, name, heads_of in chosen
-        if k < len(every)
-    }
+    draws = {(k, name): _random_sets(heads_of, pair.model.n_heads, controls, seed) for k, name, heads_of in chosen}
     runner.run([heads_of for _, _, heads_of in chosen] + [drawn for sets in draws.values() for drawn in sets])
     table = pd.DataFrame(_rows(pair, runner, chosen, draws, seed))
     said = {"order": order, "controls": controls, "seed": seed, "heads": ranked[: max(ks, default=0)]}
@@ -170,9 +167,11 @@ def _greedy(runner: _Sets, every: Sequence[Head], n: int) -> tuple[Head, ...]:
 
 
 def _random_sets(heads: HeadSet, n_heads: int, n: int, seed: int) -> list[HeadSet]:
-    """Random sets with as many heads in each layer as `heads` has."""
+    """Random sets with as many heads in each layer as `heads` has; none where only `heads` itself is such a set."""
     layers = sorted({layer for layer, _ in heads})
     counts = [sum(at == layer for at, _ in heads) for layer in layers]
+    if all(count == n_heads for count in counts):
+        return []
     generator = numpy_generator(seed, "random heads", len(heads), *counts)
     return [
         frozenset(
