@@ -329,7 +329,7 @@ class PatchEngine:
             plain = self._run_sets(0, trace, new, masks, "all")
         self.conclusive = self._every_layer_matters(plain, z)
         self._parallel = [
-            self.conclusive and layer in mlp_in and torch.equal(mlp_in[layer][layer + 1], mlp_in[layer][0])
+            self.conclusive and layer in mlp_in and not _moved(mlp_in[layer][layer + 1], mlp_in[layer][0])
             for layer in range(model.n_layers)
         ]
         mlp_out = [out if parallel else None for out, parallel in zip(trace.mlp_out, self._parallel, strict=True)]
@@ -337,7 +337,7 @@ class PatchEngine:
 
     def _every_layer_matters(self, plain: Float[Tensor, "set 1 d_model"], z: dict[int, Tensor]) -> bool:
         """Whether the edit of each layer moves the output; False where only weights of zero keep it from doing so."""
-        still = [layer for layer in range(self._model.n_layers) if torch.equal(plain[layer + 1], plain[0])]
+        still = [layer for layer in range(self._model.n_layers) if not _moved(plain[layer + 1], plain[0])]
         if dead := [layer for layer in still if not self._weights_drop_it(layer, z.get(layer))]:
             raise InterventionHasNoEffect(
                 f"editing the attention patterns of layer {listed(dead)} does not change the output of this "
@@ -348,9 +348,9 @@ class PatchEngine:
 
     def _weights_drop_it(self, layer: int, z: Tensor | None) -> bool:
         """Whether the edit does reach the heads' outputs, and only an output projection of zeros hides it."""
-        if z is None or torch.equal(z[layer + 1], z[0]):
+        if z is None or not _moved(z[layer + 1], z[0]):
             return False
-        return torch.equal(self._model.project(layer, z[layer + 1]), self._model.project(layer, z[0]))
+        return not _moved(self._model.project(layer, z[layer + 1]), self._model.project(layer, z[0]))
 
     @contextmanager
     def _noting_outputs(self, module: nn.Module) -> Iterator[None]:
@@ -377,6 +377,12 @@ class PatchEngine:
         expected = plain[[layer + 1 for layer in layers]]
         tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(model.dtype, 5e-2)
         return torch.allclose(short, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def _moved(edited: Tensor, plain: Tensor) -> bool:
+    """Whether two rows of one batch differ by more than the rounding that depends on a row's place in it."""
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-6}.get(plain.dtype, 0.0)
+    return not bool(((edited - plain).abs() <= rounding * plain.abs().max()).all())
 
 
 def _random_pattern(like: Float[Tensor, "prompt head dest src"]) -> Float[Tensor, "prompt head dest src"]:
