@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
 from emergent_heads.models.hooked import HookedModel, OnPattern
-from emergent_heads.models.hooks import editing_input, editing_output, keep_in
+from emergent_heads.models.hooks import editing_input, editing_output, keep_in, replaced_forward
 
 
 class _TransformerLensModel(HookedModel):
@@ -92,8 +92,23 @@ class HookedTransformerModel(_TransformerLensModel):
         return isinstance(known, type) and isinstance(model, known)
 
     def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
-        # Left padding would shift positions wherever a prompt holds the pad token.
-        return self._model(tokens, return_type="logits", padding_side="right")
+        with self._unembedding_without_a_copy():
+            # Left padding would shift positions wherever a prompt holds the pad token.
+            return self._model(tokens, return_type="logits", padding_side="right")
+
+    @contextmanager
+    def _unembedding_without_a_copy(self) -> Iterator[None]:
+        """The unembedding copies its whole matrix at each call, which for few rows takes longer than using it."""
+        unembed = self._model.unembed
+
+        def forward(resid: Tensor) -> Tensor:
+            return unembed.hook_out(functional.linear(unembed.hook_in(resid), unembed.W_U.T, unembed.b_U))
+
+        if "forward" in vars(unembed):  # something stands in for it already
+            yield
+        else:
+            with replaced_forward(unembed, forward):
+                yield
 
     def _value_point(self, attention: Any) -> nn.Module:
         return attention.hook_v
