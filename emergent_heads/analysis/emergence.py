@@ -230,9 +230,9 @@ def find_emergence(
     if not tasks:
         raise ArgumentError("no task given: give a task, or a list with at least one")
     total = len(series.steps) if strategy == "scan" else None
-    with tqdm(
-        total=total, desc=series.name, unit="checkpoint", disable=None if progress else True, leave=False
-    ) as bar:
+    # Not `disable=None`, which takes a notebook for no terminal; not False, which would overrule TQDM_DISABLE.
+    wanted: dict[str, Any] = {} if progress else {"disable": True}
+    with tqdm(total=total, desc=series.name, unit="checkpoint", leave=False, **wanted) as bar:
         evaluations = SeriesEvaluations(series, tasks, batch_size, done=bar.update)
         found = [_search_series(evaluations, index, strategy, threshold) for index in range(len(tasks))]
     names = _names(tasks)

@@ -35,7 +35,7 @@ class HeadTrajectories(Result):
 
     def headline(self) -> str:
         steps = self.table["step"].nunique()
-        return f"HeadTrajectories: {self.about['series']}, {steps} checkpoints, {self.about['task']}"
+        return f"HeadTrajectories: {self.about['series']}, {steps} checkpoints, {self.about['task_name']}"
 
     def plot(self, score: str | None = None) -> "Figure":
         """The heads' scores and the task's p over the steps; by default the score that changes most for each head."""
@@ -73,7 +73,7 @@ def head_trajectories(
             raise
         except (CheckpointError, NotFiniteError) as error:
             problems[step] = str(error)
-    about = {"series": series.name, "task": repr(task), "heads": pairs}
+    about = {"series": series.name, "task": repr(task), "task_name": task.name, "heads": pairs}
     return HeadTrajectories(pd.DataFrame(rows), problems, about=about)
 
 

@@ -149,13 +149,14 @@ def load_model(folder: Path, *, trust_remote_code: bool = False, device: "torch.
     with stored_weights(folder):
         pass  # damaged or unsafe files are told apart here, before transformers sees them
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
+        with _without_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"transformers cannot load it: {_first_line(error)}") from error
     model, report = loaded
@@ -168,6 +169,20 @@ def load_model(folder: Path, *, trust_remote_code: bool = False, device: "torch.
     for tensor in {id(tensor): tensor for tensor in named_state(model).values()}.values():
         tensor.data = tensor.data.clone()  # transformers maps the file, which the user may write again or evict
     return model
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """No bar of transformers' own for each checkpoint that is read."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_known(config: Mapping[str, Any], trust_remote_code: bool) -> None:
