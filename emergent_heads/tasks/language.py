@@ -71,8 +71,9 @@ def in_context_repetition(
 
     The prompt is `length` distinct words and then a stretch of `n_repeated` of them, in the same order; the answer is
     the word that came after this stretch the first time. With `n_repeated=1` only A is repeated, at a random place.
-    With `n_repeated=length - 1` the words are said twice, without the last one. Each word is one token of the model's
-    tokenizer with its leading space, so the text begins with a space.
+    With `n_repeated=length - 1` the words are said twice, without the last one. The fewer are repeated, the harder:
+    SmolLM2-135M matches 16 % of 64 prompts with 1 word of 16 repeated, 48 % with 2, 73 % with 8 and 95 % with 15. Each
+    word is one token of the model's tokenizer with its leading space, so the text begins with a space.
 
     Args:
         n_prompts: number of distinct prompts.
