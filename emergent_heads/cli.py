@@ -340,13 +340,14 @@ class Demo:
     """folder for checkpoints, tables and figures; finished trainings in it are used again"""
     seeds: int = 3
     """models to train"""
-    steps: int = 500
+    steps: int = 600
     """training steps"""
 
     def run(self, line: str) -> None:
         from emergent_heads.experiments.demo import run_demo
+        from emergent_heads.experiments.small_language_model import Recipe
 
-        for text in run_demo(self.out, seeds=self.seeds, steps=self.steps):
+        for text in run_demo(self.out, seeds=self.seeds, recipe=Recipe(steps=self.steps)):
             print(text, flush=True)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import EARLY
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +118,7 @@ def test_processes_train_what_is_missing(tmp_path):
 
 def test_demo_from_a_finished_training(emerging_series, tmp_path):
     shutil.copytree(emerging_series, tmp_path / "checkpoints" / "seed0")
-    told = "\n".join(run_demo(tmp_path, seeds=1, steps=450))
+    told = "\n".join(run_demo(tmp_path, seeds=1, recipe=EARLY))
     emergence = pd.read_csv(tmp_path / "emergence.csv")
     assert emergence["status"].tolist() == ["emerged"]
     assert "1 of 1 models came to repeat the tokens" in told
@@ -131,7 +132,7 @@ def test_demo_from_a_finished_training(emerging_series, tmp_path):
 
 def test_demo_where_nothing_emerges(tmp_path):
     train_series(tmp_path / "checkpoints" / "seed0", Recipe(seed=0, steps=30))
-    told = "\n".join(run_demo(tmp_path, seeds=1, steps=30))
+    told = "\n".join(run_demo(tmp_path, seeds=1, recipe=Recipe(steps=30)))
     assert "0 of 1 models came to repeat the tokens." in told
     assert "never emerged" in told
     assert not list(tmp_path.glob("heads*"))

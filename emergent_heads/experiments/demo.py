@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from emergent_heads.checkpoints.series import CheckpointSeries
     from emergent_heads.tasks.language import TokenRepetition
 
+RECIPE = Recipe()
 PROCESSES = 2
 LENGTH = 24
 KS = (1, 2, 4)
@@ -34,26 +36,26 @@ FEW = 2  # of four heads in a layer: more random ones are nearly always the same
 CONTROLS = 100
 
 
-def run_demo(out: Path | str, *, seeds: int = 3, steps: int = 500) -> Iterator[str]:
+def run_demo(out: Path | str, *, seeds: int = 3, recipe: Recipe = RECIPE) -> Iterator[str]:
     """Runs the demo and tells what comes out, a paragraph or table at a time.
 
     Args:
         out: folder for checkpoints, tables (.csv) and figures (.png). Finished trainings in it are used again.
         seeds: models to train.
-        steps: training steps of each.
+        recipe: what to train; each model gets a seed of its own.
 
     Raises:
-        ArgumentError: no seeds or steps, or the folder holds trainings with other numbers of steps.
+        ArgumentError: no seeds, or the folder holds trainings of another recipe.
         OutputError: the folder does not take files.
     """
     out = Path(out)
     if seeds < 1:
         raise ArgumentError(f"seeds is {seeds}: train at least one model")
     check_writable(out / "emergence.csv")
-    recipes = [Recipe(seed=seed, steps=steps) for seed in range(seeds)]
+    recipes = [replace(recipe, seed=seed) for seed in range(seeds)]
     yield (
         "Training a GPT-NeoX of 67,000 parameters on the text of the Python standard library: "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {steps} steps each."
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {recipe.steps} steps each."
     )
     folders = train_all(out / "checkpoints", recipes)
     with _one_thread():
@@ -96,7 +98,7 @@ def _prepare_process(lock: Any) -> None:
     logging.disable_progress_bar()  # transformers' own, one for every checkpoint saved
 
 
-def repetition_task(folders: Sequence[Path], n_prompts: int = 128) -> "TokenRepetition":
+def repetition_task(folders: Sequence[Path], n_prompts: int = 64) -> "TokenRepetition":
     """Random tokens that every run has seen in training, said twice without the last one."""
     from emergent_heads.tasks.language import TokenRepetition, in_context_repetition
 

@@ -47,17 +47,17 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 500
+    steps: int = 600
     save_every: int = 50
     context: int = 64
-    rows: int = 24
-    repeated_rows: int = 22
+    rows: int = 32
+    repeated_rows: int = 24
     passage: tuple[int, int] = (8, 32)
     vocabulary_size: int = 128
     n_layers: int = 2
     d_model: int = 64
     n_heads: int = 4
-    learning_rate: float = 0.012
+    learning_rate: float = 0.008
     warmup_steps: int = 100
 
     def __post_init__(self) -> None:
