@@ -340,7 +340,7 @@ class Demo:
     """folder for checkpoints, tables and figures; finished trainings in it are used again"""
     seeds: int = 3
     """models to train"""
-    steps: int = 600
+    steps: int = 550
     """training steps"""
 
     def run(self, line: str) -> None:

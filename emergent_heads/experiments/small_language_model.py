@@ -47,7 +47,7 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 600
+    steps: int = 550
     save_every: int = 50
     context: int = 64
     rows: int = 32
