@@ -45,6 +45,7 @@ def editing_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """The module runs `forward` in place of its own."""
     # Through the instance's dictionary: a bridge hands other attributes on to the module it wraps.
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
