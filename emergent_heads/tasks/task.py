@@ -1,15 +1,21 @@
-"""What a prompt task is: prompts with one right next token each, as token ids by the model's own tokenizer."""
+"""What a task is, in both kinds.
+
+A prompt task asks an existing model: prompts with one right next token each, as token ids by the model's own tokenizer.
+A sequence task also trains models: fresh random sequences at every step, in a vocabulary of its own.
+"""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
+from emergent_heads.errors import ArgumentError
 from emergent_heads.storage import digest
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor
 
 
@@ -73,3 +79,76 @@ class PromptTask(ABC):
             PromptError: an answer that is not one token, a prompt longer than the context, a token id outside the
                 vocabulary, or no prompts; the message names the row.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceBatch:
+    """Sequences of token ids and which of the tokens count. A model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`.
+
+    Attributes:
+        tokens: `[row, pos]`.
+        loss_mask: `[row, pos]`, True at tokens whose prediction counts in the loss; never at the first.
+        answer_mask: `[row, pos]`, True at tokens that are the answer: accuracy and exact match look at these.
+    """
+
+    tokens: "Int[Tensor, 'row pos']"
+    loss_mask: "Bool[Tensor, 'row pos']"
+    answer_mask: "Bool[Tensor, 'row pos']"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class SequenceTask(ABC):
+    """A task that models are trained on: a frozen dataclass whose fields are its settings.
+
+    Losses are in nats, as means over the tokens that count (`SequenceBatch.loss_mask`).
+
+    Attributes:
+        vocabulary_size: number of token ids.
+        length: tokens of a sequence.
+        plateau: loss of a model that knows nothing but the tokens' frequencies.
+        floor: lowest loss that any model can reach.
+    """
+
+    vocabulary_size: int
+    length: int
+    plateau: float
+    floor: float
+
+    @property
+    def name(self) -> str:
+        """The task's name, as in the tables."""
+        return type(self).__name__
+
+    @abstractmethod
+    def batch(
+        self, n: int, *, seed: int, step: int = 0, split: str = "train", device: "torch.device | str" = "cpu"
+    ) -> SequenceBatch:
+        """`n` fresh sequences, generated on `device`.
+
+        The same arguments give the same sequences, whatever was drawn before, so any step can be made again alone.
+
+        Args:
+            n: number of sequences.
+            seed: of the run.
+            step: of the training.
+            split: name of a stream of its own: "train", "held-out".
+            device: where the batch is made.
+        """
+
+    def pattern(self) -> "Bool[Tensor, 'dest src']":
+        """The ground-truth attention pattern of a next-token predictor, `[length, length]`.
+
+        True where the position `dest`, which predicts token `dest + 1`, must read position `src <= dest`. A model that
+        reads fewer tokens takes the upper left corner.
+
+        Raises:
+            ArgumentError: this task has no such pattern.
+        """
+        raise ArgumentError(f"{self.name} has no single right attention pattern")
+
+    def settings(self) -> dict[str, Any]:
+        """Name and fields, as plain values for a manifest; two tasks with equal settings are the same task."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
+        return {"task": self.name, **values}
