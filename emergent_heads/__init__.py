@@ -17,6 +17,8 @@ _HOMES = {
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
     "emergent_heads.checkpoints.suites": ("suite", "suites"),
     "emergent_heads.models.hooked": ("check_intervention", "hooked"),
+    "emergent_heads.models.mixers": ("Mixer", "register_mixer"),
+    "emergent_heads.models.small": ("SmallModel", "SmallModelConfig", "effective_pattern"),
 }
 _MODULES = ("errors", "tasks")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.checkpoints.suites import suite, suites
     from emergent_heads.models.hooked import check_intervention, hooked
+    from emergent_heads.models.mixers import Mixer, register_mixer
+    from emergent_heads.models.small import SmallModel, SmallModelConfig, effective_pattern
 
 
 def __getattr__(name: str) -> object:
