@@ -3,7 +3,7 @@
 Any hooked model offers the same few things: logits at given positions, the attention patterns of its heads, logits
 with some heads' patterns replaced, the residual stream, and logits with an edit of it. `hooked(model)` gives this
 interface for the kinds of model in use; the kinds differ only in where their modules are and how a pattern is reached
-(`huggingface.py`, `transformerlens.py`).
+(`huggingface.py`, `transformerlens.py`, `hooked_small.py`).
 
 Patched runs of many heads go through `engine.py`, which `model.engine` makes and keeps.
 """
@@ -315,8 +315,8 @@ def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
     """The one interface for a model of any supported kind.
 
     Args:
-        model: a `HookedTransformer`, a `TransformerBridge`, a Hugging Face causal language model, a checkpoint of a
-            series, or something this function returned before.
+        model: a `HookedTransformer`, a `TransformerBridge`, a Hugging Face causal language model, a `SmallModel`, a
+            checkpoint of a series, or something this function returned before.
         tokenizer: a transformers tokenizer, where the model carries none.
 
     Raises:
@@ -326,14 +326,14 @@ def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
         return model
     if callable(getattr(model, "hooked", None)):
         return model.hooked()
-    from emergent_heads.models import huggingface, transformerlens
+    from emergent_heads.models import hooked_small, huggingface, transformerlens
 
-    for kind in (*transformerlens.KINDS, huggingface.HuggingFaceModel):
+    for kind in (*transformerlens.KINDS, huggingface.HuggingFaceModel, hooked_small.HookedSmallModel):
         if kind.accepts(model):
             return kind(model, tokenizer)
     raise UnsupportedModelError(
         f"cannot use a {type(model).__module__}.{type(model).__qualname__} as a model: give a HookedTransformer, a "
-        "TransformerBridge, a Hugging Face causal language model or a checkpoint of a series"
+        "TransformerBridge, a Hugging Face causal language model, a SmallModel or a checkpoint of a series"
     )
 
 

@@ -82,7 +82,7 @@ class GatedMLP(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions over the whole head, base 10,000, first half paired with second half as in GPT-NeoX and Llama."""
+    """Rotary positions over the whole head, base 10,000; its first half is paired with its second, as in GPT-NeoX."""
 
     cos: Tensor
     sin: Tensor

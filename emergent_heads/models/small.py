@@ -19,7 +19,8 @@ from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
 
-from emergent_heads.errors import ArgumentError, UnsupportedModelError, nearest
+from emergent_heads.errors import ArgumentError, nearest
+from emergent_heads.models.hooks import editing_output, keep_in
 from emergent_heads.models.layers import MLP, GatedMLP, Norm
 from emergent_heads.models.mixers import Mixer, check_mixer_options, mixer_class, mixer_options
 from emergent_heads.models.mixers.attention import Attention
@@ -289,7 +290,7 @@ class SmallModel(HookedRootModule):
             resid = resid + self.hook_pos_embed(self.pos_embed.weight[: tokens.shape[1]].expand_as(resid))
         if stop_at_layer is not None and stop_at_layer < 0:
             stop_at_layer += self.config.n_layers
-        for block in self.blocks[:stop_at_layer]:
+        for block in self.block_list[:stop_at_layer]:
             resid = block(resid)
         if stop_at_layer is not None:
             return resid
@@ -327,7 +328,7 @@ class SmallModel(HookedRootModule):
         Raises:
             ArgumentError: a layer that is not attention, or there is no such layer or head.
         """
-        chosen = [layer for layer in range(self.config.n_layers)] if layers is None else list(layers)
+        chosen = list(range(self.config.n_layers)) if layers is None else list(layers)
         before = {layer: self._attention(layer).bias for layer in chosen}
         self.set_attention_bias(pattern, strength, layers=layers, heads=heads)
         try:
@@ -386,15 +387,18 @@ class SmallModel(HookedRootModule):
         with torch.no_grad():
             for name, module in self.named_modules():
                 generator = torch_generator(seed, "weights", name)
-                if module is self.embed or module is self.pos_embed:
+                if isinstance(module, nn.Embedding):
                     _normal(module.weight, embedding_std, generator)
-                elif isinstance(module, nn.Embedding):
-                    _normal(module.weight, 0.02, generator)
                 elif isinstance(module, (nn.Linear, nn.Conv1d)):
                     writes = name.endswith(".out")
                     _draw_linear(module, config, writes=writes, generator=generator)
-            for layer, block in enumerate(self.blocks):
-                block.token_mixer.initialise(torch_generator(seed, "weights", "mixer", layer))  # pyright: ignore
+            for layer, block in enumerate(self.block_list):
+                block.token_mixer.initialise(torch_generator(seed, "weights", "mixer", layer))
+
+    @property
+    def block_list(self) -> list[Block]:
+        """The blocks, in order."""
+        return list(self.blocks)  # pyright: ignore[reportReturnType]
 
     @property
     def device(self) -> torch.device:
@@ -434,7 +438,7 @@ class SmallModel(HookedRootModule):
     def _attention(self, layer: int) -> Attention:
         if not 0 <= layer < self.config.n_layers:
             raise ArgumentError(f"layer {layer}: this model has layers 0 to {self.config.n_layers - 1}")
-        mixer = self.blocks[layer].token_mixer
+        mixer = self.block_list[layer].token_mixer
         if not isinstance(mixer, Attention):
             raise ArgumentError(
                 f"an attention bias needs attention, and the mixer of layer {layer} is {self.config.mixers[layer]}; "
@@ -472,16 +476,13 @@ def effective_pattern(
     chosen = range(model.config.n_layers) if layers is None else layers
     inputs: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Any:
-        return lambda _module, _inputs, output: inputs.__setitem__(layer, output)
-
     with torch.no_grad(), ExitStack() as stack:
         for layer in chosen:
             if not 0 <= layer < model.config.n_layers:
                 raise ArgumentError(f"layer {layer}: this model has layers 0 to {model.config.n_layers - 1}")
-            stack.callback(model.blocks[layer].ln1.register_forward_hook(keep(layer)).remove)  # pyright: ignore
+            stack.enter_context(editing_output(model.block_list[layer].ln1, keep_in(inputs, layer)))
         model(tokens.to(model.device), None)
-        return {layer: model.blocks[layer].token_mixer.effective_pattern(inputs[layer]) for layer in chosen}
+        return {layer: model.block_list[layer].token_mixer.effective_pattern(inputs[layer]) for layer in chosen}
 
 
 def _normal(weight: Tensor, std: float, generator: torch.Generator) -> None:

@@ -1,6 +1,6 @@
 """What a task is, in both kinds.
 
-A prompt task asks an existing model: prompts with one right next token each, as token ids by the model's own tokenizer.
+A prompt task asks an existing model: prompts with one right next token each, as token ids by the model's tokenizer.
 A sequence task also trains models: fresh random sequences at every step, in a vocabulary of its own.
 """
 
@@ -83,7 +83,9 @@ class PromptTask(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SequenceBatch:
-    """Sequences of token ids and which of the tokens count. A model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`.
+    """Sequences of token ids and which of the tokens count.
+
+    A model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`.
 
     Attributes:
         tokens: `[row, pos]`.

@@ -1,7 +1,7 @@
 """Token mixers: what lets one position of a small model read earlier ones.
 
-A mixer is a module `[row, pos, d_model] -> [row, pos, d_model]` in which no output depends on a later position. Built-in
-mixers have a file each here; a user adds one by `register_mixer`, without touching the package.
+A mixer is a module `[row, pos, d_model] -> [row, pos, d_model]` in which no output depends on a later position. The
+built-in ones have files here; a user adds one by `register_mixer`, without touching the package.
 """
 
 import inspect

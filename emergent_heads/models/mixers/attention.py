@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_lens.hook_points import HookPoint
 
+from emergent_heads.models.hooks import editing_output
 from emergent_heads.models.layers import Rotary, listened_to
 from emergent_heads.models.mixers import Mixer
 
@@ -63,11 +64,8 @@ class Attention(Mixer):
     def effective_pattern(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row head dest src"]:
         """The attention pattern."""
         found: list[Tensor] = []
-        handle = self.hook_pattern.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-        try:
+        with editing_output(self.hook_pattern, found.append):
             self(x)
-        finally:
-            handle.remove()
         return found[0]
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
