@@ -1,5 +1,7 @@
 """A small model as a `HookedTransformer` of transformer-lens 3.x."""
 
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,32 +25,37 @@ def to_hooked_transformer(model: "SmallModel") -> "HookedTransformer":
             "this transformer-lens has no HookedTransformer (gone since 4.0); a SmallModel works with its tools as it "
             "is, or install 'transformer-lens<4'"
         ) from error
-    config = model.config
-    others = sorted({name for name in config.mixers if name != "attention"})
+    others = sorted({name for name in model.config.mixers if name != "attention"})
     if others:
         raise UnsupportedModelError(f"a HookedTransformer has attention only; this model has {', '.join(others)}")
-    converted = HookedTransformer(
-        HookedTransformerConfig(
-            n_layers=config.n_layers,
-            d_model=config.d_model,
-            n_ctx=config.context or 0,
-            d_head=config.head_size,
-            n_heads=config.n_heads,
-            d_mlp=config.mlp_size,
-            d_vocab=config.vocabulary_size or 0,
-            act_fn="silu" if config.mlp == "swiglu" else "gelu",
-            gated_mlp=config.mlp == "swiglu",
-            attn_only=config.mlp == "none",
-            normalization_type="LN" if config.norm == "layer" else "RMS",
-            positional_embedding_type="rotary" if config.positions == "rotary" else "standard",
-            rotary_dim=config.head_size if config.positions == "rotary" else None,
-            final_rms=config.norm == "rms",
-            device=str(model.device),
-        )
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # who asks for one knows what it is
+        converted = HookedTransformer(_config(model, HookedTransformerConfig))
     converted.load_state_dict(_state(model), strict=False)  # masks and rotary tables are its own
     converted.train(model.training)
     return converted
+
+
+def _config(model: "SmallModel", make: Callable[..., Any]) -> Any:
+    config = model.config
+    rotary = config.positions == "rotary"
+    return make(
+        n_layers=config.n_layers,
+        d_model=config.d_model,
+        n_ctx=config.context or 0,
+        d_head=config.head_size,
+        n_heads=config.n_heads,
+        d_mlp=config.mlp_size,
+        d_vocab=config.vocabulary_size or 0,
+        act_fn="silu" if config.mlp == "swiglu" else "gelu",
+        gated_mlp=config.mlp == "swiglu",
+        attn_only=config.mlp == "none",
+        normalization_type="LN" if config.norm == "layer" else "RMS",
+        positional_embedding_type="rotary" if rotary else "standard",
+        rotary_dim=config.head_size if rotary else None,
+        final_rms=config.norm == "rms",
+        device=str(model.device),
+    )
 
 
 @torch.no_grad()

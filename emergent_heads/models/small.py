@@ -347,26 +347,10 @@ class SmallModel(HookedRootModule):
     ) -> None:
         """As `attention_bias`, until it is set again; None takes the bias of these layers away."""
         chosen = range(self.config.n_layers) if layers is None else layers
-        if pattern is not None and pattern.shape[0] < (self.config.context or 0) - 1:
-            raise ArgumentError(
-                f"the pattern covers {pattern.shape[0]} positions and the model takes {self.config.context}; "
-                "give a pattern of the model's length"
-            )
-        for layer in chosen:
-            attention = self._attention(layer)
-            if pattern is None:
-                attention.bias = None
-                continue
-            bias = strength * pattern.to(self.embed.weight)
-            if heads is None:
-                attention.bias = bias[None]
-                continue
-            for head in heads:
-                if not 0 <= head < self.config.n_heads:
-                    raise ArgumentError(f"head {head}: this model has heads 0 to {self.config.n_heads - 1}")
-            selected = torch.zeros(self.config.n_heads, 1, 1, device=bias.device, dtype=bias.dtype)
-            selected[list(heads)] = 1.0
-            attention.bias = selected * bias
+        attentions = [self._attention(layer) for layer in chosen]
+        bias = None if pattern is None else self._bias(pattern, strength, heads)
+        for attention in attentions:
+            attention.bias = bias
 
     def to_hooked_transformer(self) -> "HookedTransformer":
         """The same function as a `HookedTransformer`, with a copy of the weights (transformer-lens 3.x).
@@ -434,6 +418,23 @@ class SmallModel(HookedRootModule):
             f"SmallModel({mixers}: n_layers={config.n_layers}, d_model={config.d_model}, n_heads={config.n_heads}, "
             f"vocabulary_size={config.vocabulary_size}, context={config.context}, {n_parameters:,} parameters)"
         )
+
+    def _bias(self, pattern: Tensor, strength: float, heads: Sequence[int] | None) -> Float[Tensor, "head dest src"]:
+        needed = (self.config.context or 0) - 1
+        if pattern.ndim != 2 or min(pattern.shape) < needed:
+            raise ArgumentError(
+                f"the pattern has shape {list(pattern.shape)} and the model reads {needed} positions; give it "
+                "[dest, src] for all of them"
+            )
+        bias = strength * pattern.to(self.embed.weight)[None]
+        if heads is None:
+            return bias
+        for head in heads:
+            if not 0 <= head < self.config.n_heads:
+                raise ArgumentError(f"head {head}: this model has heads 0 to {self.config.n_heads - 1}")
+        chosen = torch.zeros(self.config.n_heads, 1, 1, device=bias.device, dtype=bias.dtype)
+        chosen[list(heads)] = 1.0
+        return chosen * bias
 
     def _attention(self, layer: int) -> Attention:
         if not 0 <= layer < self.config.n_layers:

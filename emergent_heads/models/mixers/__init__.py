@@ -130,7 +130,7 @@ def check_mixer_options(names: tuple[str, ...], options: Mapping[str, Any]) -> N
     for option in options:
         if option not in known:
             raise ArgumentError(
-                f"no mixer option {option!r} for {', '.join(names)}; "
+                f"no mixer option {option!r} for {', '.join(dict.fromkeys(names))}; "
                 + (nearest(option, sorted(known)) if known else "it takes none")
             )
 
