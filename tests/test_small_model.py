@@ -425,7 +425,7 @@ def test_bad_tokens_and_biases_are_refused(tokens):
         model.set_attention_bias(pattern, 5.0, layers=[2])
     with pytest.raises(errors.ArgumentError, match="head 4"):
         model.set_attention_bias(pattern, 5.0, layers=[0], heads=[4])
-    with pytest.raises(errors.ArgumentError, match="shape .8, 8. and the model reads 15 positions"):
+    with pytest.raises(errors.ArgumentError, match=r"shape \[8, 8\] and the model reads 15 positions"):
         model.set_attention_bias(pattern[:8, :8], 5.0, layers=[0])
     assert model.blocks[0].attn.bias is None
 
