@@ -3,6 +3,7 @@
 `from emergent_heads import tasks` needs neither torch nor transformers.
 """
 
+from emergent_heads.tasks.cellular_automata import CellularAutomaton
 from emergent_heads.tasks.language import (
     from_table,
     from_tokens,
@@ -11,11 +12,16 @@ from emergent_heads.tasks.language import (
     pattern_completion,
     string_repetition,
 )
-from emergent_heads.tasks.task import PromptBatch, PromptTask
+from emergent_heads.tasks.linear_map import LinearMap
+from emergent_heads.tasks.task import PromptBatch, PromptTask, SequenceBatch, SequenceTask
 
 __all__ = [
+    "CellularAutomaton",
+    "LinearMap",
     "PromptBatch",
     "PromptTask",
+    "SequenceBatch",
+    "SequenceTask",
     "from_table",
     "from_tokens",
     "in_context_repetition",
