@@ -80,6 +80,10 @@ class NotFiniteError(EmergentHeadsError, ValueError):
     """A model's logits are NaN or infinite."""
 
 
+class RunFolderError(EmergentHeadsError):
+    """A run folder cannot be used as asked: made by other settings or another version, or in use elsewhere."""
+
+
 class OutputError(EmergentHeadsError, OSError):
     """A result cannot be written: unknown suffix, or a folder that does not take files."""
 

@@ -250,6 +250,79 @@ def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
     return figure
 
 
+def training_curve(metrics: pd.DataFrame, *, plateau: float, floor: float, solved_step: int | None = None) -> "Figure":
+    """Loss of a training between the task's plateau and floor, above the share of answer positions learned.
+
+    Args:
+        metrics: as `Run.metrics`.
+        plateau, floor: in nats, drawn as dashed lines.
+        solved_step: marked by a vertical line.
+    """
+    with style():
+        figure, (above, below) = _panels(2, width=5.4, height=2.2, per_row=1, share_y=False)
+        above.plot(metrics["step"], metrics["train_loss_nats"], color=SKY, linewidth=1, label="training loss")
+        above.plot(metrics["step"], metrics["loss_nats"], color=BLUE, label="held-out loss")
+        above.axhline(plateau, color=GREY, linestyle="--", linewidth=1, label="plateau")
+        above.axhline(floor, color="black", linestyle=":", linewidth=1, label="floor")
+        below.plot(metrics["step"], metrics["share_learned"], color=VERMILION, label="positions learned")
+        below.plot(metrics["step"], metrics["exact_match"], color=GREEN, label="exact match")
+        below.set_ylim(-0.03, 1.03)
+        for axes in (above, below):
+            if solved_step is not None:
+                axes.axvline(solved_step, color=ORANGE, linewidth=1, label="solved")
+            _plain_step_axis(axes.xaxis)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
+        above.set_ylabel("loss (nats)")
+        above.tick_params(labelbottom=False)
+        below.set_ylabel("share")
+        below.set_xlabel("training step")
+    return figure
+
+
+def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Sequence[str]) -> "Figure":
+    """A measure of many runs against a setting: a mark per run and a line of means for each group.
+
+    Args:
+        table: one row per run; with a column `censored`, `y` is in steps, and runs that never got there are crosses at
+            the top.
+        means: one row per group and `x`, with `value`, `low` and `high`.
+        x: column of the setting; numbers that span more than 6-fold stand on a logarithmic axis.
+        y: column of the measure.
+        by: columns of the settings that tell the groups apart, by colour.
+    """
+    place_of = _places(table[x])
+    steps = "censored" in table
+    censored = table["censored"].to_numpy(bool) if steps else np.zeros(len(table), dtype=bool)
+    never = 2 * float(table["steps"].max())
+    with style():
+        figure, (axes,) = _panels(1, width=5.2, height=3.4)
+        groups = _groups(table, by)
+        for index, (key, label) in enumerate(groups.items()):
+            look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)]}
+            marker = "osd^vP"[index // len(COLOURS) % 6]
+            mine = _rows_of(table, by, key)
+            places = table.loc[mine, x].map(place_of).to_numpy(float)
+            values = table.loc[mine, y].to_numpy(float)
+            there = ~censored[mine.to_numpy()]
+            axes.plot(places[there], values[there], marker, alpha=0.45, markeredgewidth=0, **look)
+            axes.plot(places[~there], np.full((~there).sum(), never), "x", **look)
+            line = means.loc[_rows_of(means, by, key)]
+            line = line.assign(place=line[x].map(place_of)).dropna(subset="value").sort_values("place")
+            ends = [(line["value"] - line["low"]), (line["high"] - line["value"])]
+            ends = [end.fillna(0).clip(lower=0) for end in ends]  # a single run has no interval
+            axes.errorbar(line["place"], line["value"], yerr=ends, capsize=2, marker=marker, label=label, **look)
+        if steps:
+            extra = {never: "never"} if censored.any() else {}
+            measured = table.loc[~censored, y].tolist()
+            _log_steps(axes.yaxis, [*measured, *means["value"].dropna()] or [1.0], extra=extra)
+        _setting_axis(axes, place_of)
+        axes.set_xlabel(x.replace("_", " "))
+        axes.set_ylabel(y.replace("_", " "))
+        if by:
+            figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
 def _panels(
     n: int, *, width: float, height: float, per_row: int | None = None, share_y: bool = True
 ) -> tuple["Figure", Sequence["Axes"]]:
@@ -323,13 +396,17 @@ def _mean_line(axes: "Axes", summary: pd.DataFrame, place_of: dict[str, int]) ->
 
 def _step_axis(axis: "Axis", steps: Sequence[float]) -> None:
     """Training steps, on a logarithmic axis where they span more than 30-fold."""
-    from matplotlib.ticker import EngFormatter
-
     positive = [step for step in steps if step > 0]
     if positive and max(positive) > 30 * min(positive):
         _log_steps(axis, steps)
     else:
-        axis.set_major_formatter(EngFormatter(sep=""))
+        _plain_step_axis(axis)
+
+
+def _plain_step_axis(axis: "Axis") -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] | None = None) -> None:
@@ -398,6 +475,47 @@ def _legend_once(figure: "Figure", panels: Sequence["Axes"]) -> None:
         loc="outside upper center",
         ncols=max(1, int(figure.get_figwidth() / 2.1)),
     )
+
+
+def _groups(table: pd.DataFrame, by: Sequence[str]) -> dict[tuple[Any, ...], str]:
+    """Values of the columns `by` that occur together, with a label each."""
+    if not by:
+        return {(): ""}
+    keys = table.loc[:, list(by)].drop_duplicates().itertuples(index=False, name=None)
+    return {
+        key: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in zip(by, key, strict=True))
+        for key in keys
+    }
+
+
+def _rows_of(table: pd.DataFrame, by: Sequence[str], key: tuple[Any, ...]) -> pd.Series:
+    """Which rows have these values, where a missing value equals itself."""
+    mine = pd.Series(True, index=table.index)
+    for name, value in zip(by, key, strict=True):
+        mine &= table[name].isna() if pd.isna(value) else table[name] == value
+    return mine
+
+
+def _places(setting: pd.Series) -> dict[Any, float]:
+    """Place on the axis of each value of a setting: itself where all are numbers, else its number in order."""
+    values = list(dict.fromkeys(setting))
+    if pd.api.types.is_numeric_dtype(setting) and not pd.api.types.is_bool_dtype(setting):
+        return {value: float(value) for value in values}
+    return {value: float(place) for place, value in enumerate(values)}
+
+
+def _setting_axis(axes: "Axes", place_of: Mapping[Any, float]) -> None:
+    """An axis with a tick at each value of a setting."""
+    places = sorted(place_of.values())
+    named = any(value != place for value, place in place_of.items())
+    if not named and places[0] > 0 and places[-1] > 6 * places[0]:
+        axes.set_xscale("log", base=2)
+    if named or len(places) <= 10:
+        labels = {place: str(value) if named else f"{value:g}" for value, place in place_of.items()}
+        axes.set_xticks(places, [labels[place] for place in places])
+        axes.xaxis.set_minor_locator(_no_ticks())
+    if named:
+        axes.set_xlim(-0.5, len(places) - 0.5)
 
 
 def _magnitude(label: str) -> tuple[float, str]:

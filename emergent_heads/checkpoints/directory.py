@@ -1,6 +1,5 @@
 """Series on the local disk: a folder that holds one folder per checkpoint. The hub is never asked."""
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,21 +72,3 @@ class DirectorySource:
         except (CheckpointError, OSError):
             return None
         return f"{folder} " + " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
-
-
-def run_source(path: Path) -> tuple[DirectorySource, int | None]:
-    """The checkpoints of a run folder, named after it, and the run's seed where its manifest has one.
-
-    Raises:
-        NoCheckpointsError: `path` has no `manifest.json`, or no checkpoint folders in `checkpoints/`.
-    """
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except FileNotFoundError as error:
-        raise NoCheckpointsError(f"{path} is no run folder: it has no manifest.json") from error
-    except (OSError, ValueError) as error:
-        raise NoCheckpointsError(f"{path / 'manifest.json'} cannot be read ({error})") from error
-    source = DirectorySource(path / "checkpoints", run_name=path.resolve().name)
-    source.steps()
-    seed = manifest.get("seed") if isinstance(manifest, dict) else None
-    return source, seed if isinstance(seed, int) else None

@@ -7,16 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from emergent_heads.checkpoints.directory import DirectorySource, run_source
+from emergent_heads.checkpoints.directory import DirectorySource
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
+from emergent_heads.checkpoints.run import CHECKPOINTS, RunSource, is_small_run, read_manifest
 from emergent_heads.errors import ArgumentError, CheckpointError, UnknownStepError
 from emergent_heads.storage import KeptTables, cache_folder
 
 if TYPE_CHECKING:
     from emergent_heads.checkpoints.weights import Fingerprint, Resident
     from emergent_heads.models.hooked import HookedModel
+    from emergent_heads.models.small import SmallModel
 
-ModelKind = Literal["bridge", "hooked_transformer", "huggingface"]
+ModelKind = Literal["bridge", "hooked_transformer", "huggingface", "small"]
 
 
 class FolderSource(Protocol):
@@ -63,11 +65,13 @@ class Checkpoint:
 
         Args:
             kind: "bridge" (`TransformerBridge`), "hooked_transformer" (transformer-lens 3.x) or "huggingface";
-                None for the series' own kind.
+                None for the series' own kind. A run that the library trained gives "small" (`SmallModel`), which is
+                also the default there, or "hooked_transformer".
 
         Returns:
             The model in float32, eval mode and without gradients, with the checkpoint's tokenizer where the kind
-            carries one. A series from a loader function gives what the function returns, as it is.
+            carries one. A series from a loader function gives what the function returns, as it is. A run trained with
+            an attention bias gives models that have the bias of that step.
 
         Raises:
             CheckpointError: the weights are missing, damaged or not finite; also noted in `series.problems`.
@@ -104,14 +108,14 @@ class CheckpointSeries:
             ones cannot be used; identical ones can.
     """
 
-    source: "FolderSource | LoaderSource"
+    source: "FolderSource | RunSource | LoaderSource"
     kind: ModelKind = field(default="bridge", kw_only=True)
     device: str = field(default="cpu", kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
     size: str | None = field(default=None, kw_only=True)
     problems: dict[int, str] = field(default_factory=dict, init=False)
     _fingerprints: "dict[int, Fingerprint]" = field(default_factory=dict, init=False)
-    _resident: "Resident | None" = field(default=None, init=False)
+    _resident: "Resident | SmallModel | None" = field(default=None, init=False)
     _hooked: "HookedModel | None" = field(default=None, init=False)
     _hooked_step: int | None = field(default=None, init=False)
 
@@ -183,14 +187,33 @@ class CheckpointSeries:
         return cls(LoaderSource(_checked_steps(steps), load, name), seed=seed)
 
     @classmethod
-    def from_run(cls, path: Path | str, *, kind: ModelKind = "bridge", device: str = "cpu") -> "CheckpointSeries":
-        """Series of a run folder: `manifest.json` and `checkpoints/` with one Hugging Face folder `step_*/` each.
+    def from_run(cls, path: Path | str, *, kind: ModelKind | None = None, device: str = "cpu") -> "CheckpointSeries":
+        """Series of a run folder: `manifest.json` and `checkpoints/`.
+
+        The checkpoints are files `step_*.safetensors`, as the library's training writes them, or one Hugging Face
+        folder `step_*/` each.
+
+        Args:
+            path: the run folder.
+            kind: what `series[step].load()` gives; by default "small" for runs that the library trained, else
+                "bridge".
+            device: where the models go.
 
         Raises:
             NoCheckpointsError: `path` is no run folder, or its checkpoints are in another layout.
+            RunFolderError: the run was made by a version of the library that wrote runs in another way.
         """
-        source, seed = run_source(Path(path))
-        return cls(source, kind=kind, device=device, seed=seed)
+        path = Path(path)
+        manifest = read_manifest(path)
+        seed = manifest.get("seed") if isinstance(manifest.get("seed"), int) else None
+        source: RunSource | DirectorySource
+        if is_small_run(manifest):
+            source, kind = RunSource(path), kind or "small"
+        else:
+            source = DirectorySource(path / CHECKPOINTS, run_name=path.resolve().name)
+        series = cls(source, kind=kind or "bridge", device=device, seed=seed)
+        _ = series.steps  # an empty run is told here, not at the first use
+        return series
 
     @property
     def name(self) -> str:
@@ -253,6 +276,8 @@ class CheckpointSeries:
             with self._noting_problems(step):
                 if isinstance(self.source, LoaderSource):
                     self._hooked = self._hook_loaded(self.source, step)
+                elif isinstance(self.source, RunSource):
+                    self._hooked = self._swap_in_small(self.source, step)
                 else:
                     self._hooked = self._swap_in(self.source, step)
             self._hooked_step = step
@@ -268,15 +293,28 @@ class CheckpointSeries:
 
         with _fetched(source, step) as folder:
             architecture = architecture_of(folder, source.trust_remote_code)
-            if self._resident is not None and self._resident.architecture == architecture:
-                self._resident.fill(folder)
+            resident = self._resident
+            if isinstance(resident, Resident) and resident.architecture == architecture:
+                resident.fill(folder)
             else:
                 tokenizer = load_tokenizer(*source.tokenizer_folders(step))
                 self.unload()  # before the next model takes memory
-                self._resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
-                self._hooked = hooked(self._resident.model, tokenizer)
-        self._note_identical(step, self._resident.fingerprint)
+                resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
+                self._resident, self._hooked = resident, hooked(resident.model, tokenizer)
+        self._note_identical(step, resident.fingerprint)
         assert self._hooked is not None
+        return self._hooked
+
+    def _swap_in_small(self, source: RunSource, step: int) -> "HookedModel":
+        from emergent_heads.models.hooked import hooked
+        from emergent_heads.models.small import SmallModel
+
+        if isinstance(self._resident, SmallModel) and self._hooked is not None:
+            fingerprint = source.fill(self._resident, step)
+        else:
+            self._resident, fingerprint = source.load(step, self.device)
+            self._hooked = hooked(self._resident)
+        self._note_identical(step, fingerprint)
         return self._hooked
 
     def _hook_loaded(self, source: "LoaderSource", step: int) -> "HookedModel":
@@ -300,13 +338,30 @@ class CheckpointSeries:
 
         kind = _check_kind(kind or self.kind)
         check_kind(kind)  # before anything is fetched for it
+        if isinstance(self.source, RunSource):
+            return self._load_small(self.source, step, kind)
+        if kind == "small":
+            raise ArgumentError(f"kind='small' is for runs that the library trained; {self.name} is none")
         with self._noting_problems(step), _fetched(self.source, step) as folder:
             model = load_model(folder, trust_remote_code=self.source.trust_remote_code, device=self.device)
             tokenizer = load_tokenizer(*self.source.tokenizer_folders(step))
             self._note_loaded(step, model)
         return as_kind(model, kind, tokenizer)
 
+    def _load_small(self, source: RunSource, step: int, kind: ModelKind) -> Any:
+        if kind not in ("small", "hooked_transformer"):
+            raise ArgumentError(
+                f"kind={kind!r}: {self.name} was trained by the library, and its models load as 'small' "
+                "(a SmallModel) or 'hooked_transformer'"
+            )
+        with self._noting_problems(step):
+            model, fingerprint = source.load(step, self.device)
+            self._note_identical(step, fingerprint)
+        return model if kind == "small" else model.to_hooked_transformer()
+
     def _tokenizer(self, step: int) -> Any | None:
+        if isinstance(self.source, RunSource):
+            return None
         if isinstance(self.source, LoaderSource):
             return getattr(self.hooked(step), "tokenizer", None)
         from emergent_heads.checkpoints.weights import load_tokenizer

@@ -215,6 +215,17 @@ def stored_weights(folder: Path) -> Iterator[StoredWeights]:
         yield stored
 
 
+@contextmanager
+def stored_in(path: Path) -> Iterator[StoredWeights]:
+    """The tensors stored in one safetensors file, each read when its function is called.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    with ExitStack() as stack:
+        yield _open_safetensors(path, stack)
+
+
 def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, Callable[[], Tensor]]:
     from safetensors import SafetensorError, safe_open
 
@@ -261,6 +272,27 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         CheckpointError: a parameter is NaN or infinite.
     """
     return tuple(number for name, tensor in _distinct(named_state(model)) for number in _measured(name, tensor))
+
+
+def copy_state(stored: StoredWeights, model: nn.Module) -> Fingerprint:
+    """Copies stored tensors into the tensors of the same names in `model`, and gives the fingerprint.
+
+    Raises:
+        CheckpointError: the names or shapes are others than the model's, or a parameter is NaN or infinite.
+    """
+    state = named_state(model)
+    if other := sorted(set(stored) ^ set(state)):
+        raise CheckpointError(f"it {'lacks' if other[0] in state else 'has'} {other[0]}, unlike the model of the run")
+    numbers: list[float] = []
+    with torch.no_grad():
+        for name, tensor in _distinct(state):
+            source = _read(stored, name)
+            if source.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(source.shape)} where the model has {list(tensor.shape)}"
+                )
+            numbers += _measured(name, tensor, source)
+    return tuple(numbers)
 
 
 class Resident:

@@ -45,7 +45,7 @@ class GatedDeltaNet(Mixer):
         d_key: int | None = None,
         d_value: int | None = None,
         kernel_size: int = 4,
-        chunk_size: int = 64,
+        chunk_size: int = 32,
     ) -> None:
         """Makes the mixer.
 
@@ -139,7 +139,7 @@ def gated_delta_rule(
     v: Float[Tensor, "row pos head d_value"],
     beta: Float[Tensor, "row pos head"],
     log_decay: Float[Tensor, "row pos head"],
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> Float[Tensor, "row pos head d_value"]:
     """The gated delta rule, a chunk of positions at a time, in 32 bits at least.
 
@@ -148,13 +148,14 @@ def gated_delta_rule(
     """
     # Half precision would be too coarse for the products of many decays, and there is no triangular solve in it.
     with torch.autocast(q.device.type, enabled=False):
-        inputs = [
-            _at_least_32_bits(each).transpose(1, 2).split(chunk_size, dim=2)
+        q, k, v, beta, log_decay = (
+            # Contiguous once, as every product of a chunk would copy it otherwise.
+            _at_least_32_bits(each).transpose(1, 2).contiguous().split(chunk_size, dim=2)
             for each in (_scaled(q), _unit(k), v, beta, log_decay)
-        ]
+        )
         state: Tensor | None = None
         outs: list[Tensor] = []
-        for chunk in zip(*inputs, strict=True):
+        for chunk in zip(q, k, v, beta, log_decay, strict=True):
             out, state = _delta_chunk(*chunk, state)
             outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)
@@ -189,8 +190,8 @@ def _delta_chunk(
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()  # [dest, src]
     since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     unheld = v if state is None else v - since_start * (k @ state)
-    # Position t writes k_t w_t^T with w_t = beta_t (v_t - what S held under k_t, earlier writes of the chunk included).
-    # Solved, not inverted by powers of the matrix: those grow past all precision where keys repeat.
+    # Position t writes k_t w_t^T with w_t = beta_t (v_t - what S held under k_t), which earlier writes of the chunk
+    # are part of. Solved, not inverted by powers of the matrix: those grow past all precision where keys repeat.
     overlap = beta[..., None] * (k @ k.transpose(-1, -2)) * between
     written = torch.linalg.solve_triangular(overlap, beta[..., None] * unheld, upper=False, unitriangular=True)
     out = (q @ k.transpose(-1, -2) * between) @ written

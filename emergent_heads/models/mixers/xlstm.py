@@ -30,9 +30,9 @@ class XLSTM(Mixer):
     sigmoid. C and n are kept divided by exp(m), with m the largest log weight so far, so that nothing overflows. While
     nobody listens to the states, a chunk of positions is computed at once; the two ways give the same numbers.
 
-    Hooks: `hook_q`, `hook_k` `[row, pos, head, d_key]`; `hook_v`, `hook_recurrence_out` (h), `hook_output_gate` (before
-    its sigmoid) and `hook_z` (normalised and gated) `[row, pos, head, d_value]`; `hook_input_gate` (i, the gate is its
-    exponential) and `hook_forget_gate` (f, the gate is its sigmoid) `[row, pos, head]`; `hook_state` (C)
+    Hooks: `hook_q`, `hook_k` `[row, pos, head, d_key]`; `hook_v`, `hook_recurrence_out` (h), `hook_output_gate`
+    (before its sigmoid) and `hook_z` (normalised and gated) `[row, pos, head, d_value]`; `hook_input_gate` (i, before
+    the exponential) and `hook_forget_gate` (f, before the sigmoid) `[row, pos, head]`; `hook_state` (C)
     `[row, pos, head, d_key, d_value]` and `hook_normaliser` (n) `[row, pos, head, d_key]`, both divided by exp(m). An
     edit of a state changes what is read there, not the states after it.
     """
@@ -126,7 +126,7 @@ class XLSTM(Mixer):
         return mlstm(q, k, sources, input_gate, forget_gate, self.chunk_size).transpose(1, 2)
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v `[row, pos, head, d]`, input and forget gate `[row, pos, head]`, output gate `[row, pos, head, d]`."""
+        """q, k, v, input and forget gate, output gate; `[row, pos, head, d]`, the two gates `[row, pos, head]`."""
         q, k, v, output_gate = (
             each.unflatten(-1, (self.n_heads, -1)) for each in self.input(x).split(self.widths, dim=-1)
         )
@@ -155,7 +155,7 @@ def mlstm(
     """The mLSTM cell, a chunk of positions at a time, in 32 bits at least; gates before exponential and sigmoid."""
     with torch.autocast(q.device.type, enabled=False):  # half precision would be too coarse for sums of log gates
         q, k, v, log_input, log_forget = (
-            _at_least_32_bits(each).transpose(1, 2)
+            _at_least_32_bits(each).transpose(1, 2).contiguous()
             for each in (q * q.shape[-1] ** -0.5, k, v, input_gate, functional.logsigmoid(forget_gate))
         )
         # The normaliser is one more value, of which every position has 1.
@@ -163,7 +163,8 @@ def mlstm(
         state: Tensor | None = None
         log_scale = log_input.new_zeros(log_input.shape[:2])
         outs: list[Tensor] = []
-        for chunk in zip(*(each.split(chunk_size, dim=2) for each in (q, k, v, log_input, log_forget)), strict=True):
+        q, k, v, log_input, log_forget = (each.split(chunk_size, dim=2) for each in (q, k, v, log_input, log_forget))
+        for chunk in zip(q, k, v, log_input, log_forget, strict=True):
             out, state, log_scale = _mlstm_chunk(*chunk, state, log_scale)
             outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)

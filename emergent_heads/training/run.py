@@ -1,0 +1,147 @@
+"""A run that was trained by the library: its folder, read."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from emergent_heads.checkpoints.run import is_small_run, read_manifest
+from emergent_heads.checkpoints.series import CheckpointSeries
+from emergent_heads.errors import NoCheckpointsError
+from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.training.folder import METRICS, POSITIONS, History, RunStatus
+from emergent_heads.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """One training of one small model, as its folder stood when it was opened.
+
+    Attributes:
+        path: the folder.
+        manifest: what the run is made of and how it ended, as plain values: `config`, `task`, `seed`, `training`,
+            `status`, `steps_done`, `solved_step`, `diverged_step`, `plateau`, `floor`, `device`, `versions`.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Run":
+        """The run in the folder `path`, finished or not.
+
+        Raises:
+            NoCheckpointsError: `path` is no run folder of this library.
+            RunFolderError: it was made by a version of the library that wrote runs in another way.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if not is_small_run(manifest):
+            raise NoCheckpointsError(
+                f"{path} holds a run that was not trained by this library; read its checkpoints by "
+                "CheckpointSeries.from_run"
+            )
+        return cls(path, manifest)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> SmallModelConfig:
+        """Configuration of the model."""
+        return SmallModelConfig(**self.manifest["config"])
+
+    @property
+    def settings(self) -> TrainingSettings:
+        """How it was trained."""
+        return TrainingSettings(**self.manifest["training"])
+
+    @property
+    def task_settings(self) -> dict[str, Any]:
+        """The task's name, under "task", and its fields."""
+        return self.manifest["task"]
+
+    @property
+    def seed(self) -> int:
+        return self.manifest["seed"]
+
+    @property
+    def status(self) -> RunStatus:
+        """How it ended: "finished" (all steps done), "solved" (stopped for that) or "diverged"; or "unfinished"."""
+        return self.manifest["status"]
+
+    @property
+    def solved_step(self) -> int | None:
+        """First evaluated step at which the task was solved (see `TrainingSettings.solved_at`); None for never."""
+        return self.manifest["solved_step"]
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """One row per evaluation; of an unfinished run, those up to the last point it can be resumed from.
+
+        `step`; `seconds` of training up to it, by the clock; `tokens` seen; the `learning_rate` of the last update;
+        the strength of the `attention_bias`; `train_loss_nats`, the mean over the steps since the row before; and on
+        held-out sequences `loss_nats`, `accuracy` over answer tokens, `exact_match` of whole answers, and
+        `share_learned`, the share of answer positions with an accuracy of at least 0.95.
+        """
+        return self._table(METRICS, History().metrics())
+
+    @cached_property
+    def positions(self) -> pd.DataFrame:
+        """One row per evaluation and token of the sequence but the first: held-out `loss_nats` and `accuracy` there.
+
+        `position` is the token's place, from 1; the model predicts it at the place before. `is_answer` says whether
+        it belongs to the answer.
+        """
+        return self._table(POSITIONS, History().positions(np.zeros(0, dtype=bool)))
+
+    @cached_property
+    def series(self) -> CheckpointSeries:
+        """The run's checkpoints.
+
+        Raises:
+            NoCheckpointsError: there are none yet.
+        """
+        return CheckpointSeries.from_run(self.path)
+
+    def plot(self) -> "Figure":
+        """Held-out and training loss over the steps, between the task's plateau and floor, and the share learned."""
+        from emergent_heads import plots
+
+        return plots.training_curve(
+            self.metrics, plateau=self.manifest["plateau"], floor=self.manifest["floor"], solved_step=self.solved_step
+        )
+
+    def __repr__(self) -> str:
+        model = SmallModelConfig(**self.manifest["config"])
+        mixers = model.mixer if isinstance(model.mixer, str) else "/".join(model.mixer)
+        text = (
+            f"Run({self.name}: {self.task_settings['task']}, {mixers}, n_layers={model.n_layers}, "
+            f"d_model={model.d_model}, seed {self.seed}, {self._ended()}"
+        )
+        if len(self.metrics):
+            last = self.metrics.iloc[-1]
+            text += f", loss {last['loss_nats']:.4f} nats (floor {self.manifest['floor']:.4f})"
+        return text + ")"
+
+    def _ended(self) -> str:
+        if self.status == "diverged":
+            return f"diverged at step {self.manifest['diverged_step']}"
+        solved = "" if self.solved_step is None else f", solved at step {self.solved_step}"
+        return f"{self.status} at step {self.manifest['steps_done']}{solved}"
+
+    def _table(self, name: str, empty: pd.DataFrame) -> pd.DataFrame:
+        return pd.read_parquet(self.path / name) if (self.path / name).is_file() else empty
+
+
+def open_run(path: Path | str) -> Run:
+    """The run in the folder `path`; as `Run.open`."""
+    return Run.open(path)
