@@ -290,34 +290,42 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
         y: column of the measure.
         by: columns of the settings that tell the groups apart, by colour.
     """
+    if table[x].isna().any():
+        table, means = (each.assign(**{x: each[x].map(str)}) for each in (table, means))
     place_of = _places(table[x])
-    steps = "censored" in table
-    censored = table["censored"].to_numpy(bool) if steps else np.zeros(len(table), dtype=bool)
-    never = 2 * float(table["steps"].max())
+    is_log = _is_log(place_of)
+    gap = _smallest_gap([np.log2(place) if is_log else place for place in place_of.values()])
+    censored = table["censored"].to_numpy(bool) if "censored" in table else np.zeros(len(table), dtype=bool)
+    never = 2 * float(table["steps"].max()) if "censored" in table else 0.0
+    groups = _groups(table, by)
     with style():
         figure, (axes,) = _panels(1, width=5.2, height=3.4)
-        groups = _groups(table, by)
         for index, (key, label) in enumerate(groups.items()):
+            aside = gap * min(0.1, 0.6 / len(groups)) * (index - (len(groups) - 1) / 2)
+
+            def place(rows: pd.DataFrame, aside: float = aside, *, apart: bool = False) -> np.ndarray:
+                places = rows[x].map(place_of).to_numpy(float)
+                places = np.log2(places) if is_log else places
+                places = places + aside + (0.2 * gap * _side_by_side(places) if apart else 0)
+                return np.exp2(places) if is_log else places
+
             look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)]}
             marker = "osd^vP"[index // len(COLOURS) % 6]
-            mine = _rows_of(table, by, key)
-            places = table.loc[mine, x].map(place_of).to_numpy(float)
-            values = table.loc[mine, y].to_numpy(float)
-            there = ~censored[mine.to_numpy()]
-            axes.plot(places[there], values[there], marker, alpha=0.45, markeredgewidth=0, **look)
-            axes.plot(places[~there], np.full((~there).sum(), never), "x", **look)
-            line = means.loc[_rows_of(means, by, key)]
-            line = line.assign(place=line[x].map(place_of)).dropna(subset="value").sort_values("place")
-            ends = [(line["value"] - line["low"]), (line["high"] - line["value"])]
+            mine = _rows_of(table, by, key).to_numpy(bool)
+            there, never_there = table.loc[mine & ~censored], table.loc[mine & censored]
+            axes.plot(place(there), there[y].to_numpy(float), marker, alpha=0.45, markeredgewidth=0, **look)
+            axes.plot(place(never_there, apart=True), np.full(len(never_there), never), "x", **look)
+            line = means.loc[_rows_of(means, by, key)].dropna(subset="value")
+            line = line.iloc[np.argsort(place(line))]
+            ends = [line["value"] - line["low"], line["high"] - line["value"]]
             ends = [end.fillna(0).clip(lower=0) for end in ends]  # a single run has no interval
-            axes.errorbar(line["place"], line["value"], yerr=ends, capsize=2, marker=marker, label=label, **look)
-        if steps:
+            axes.errorbar(place(line), line["value"], yerr=ends, capsize=2, marker=marker, label=label, **look)
+        if "censored" in table:
             extra = {never: "never"} if censored.any() else {}
-            measured = table.loc[~censored, y].tolist()
-            _log_steps(axes.yaxis, [*measured, *means["value"].dropna()] or [1.0], extra=extra)
-        _setting_axis(axes, place_of)
+            _log_steps(axes.yaxis, [*table.loc[~censored, y], *means["value"].dropna()] or [1.0], extra=extra)
+        _setting_axis(axes, place_of, is_log=is_log)
         axes.set_xlabel(x.replace("_", " "))
-        axes.set_ylabel(y.replace("_", " "))
+        axes.set_ylabel(y.replace("_nats", " (nats)").replace("_", " "))
         if by:
             figure.legend(loc="outside upper center", ncols=2)
     return figure
@@ -504,18 +512,29 @@ def _places(setting: pd.Series) -> dict[Any, float]:
     return {value: float(place) for place, value in enumerate(values)}
 
 
-def _setting_axis(axes: "Axes", place_of: Mapping[Any, float]) -> None:
+def _is_log(place_of: Mapping[Any, float]) -> bool:
+    """Whether values of a setting are numbers that span more than 6-fold."""
+    places = list(place_of.values())
+    named = any(value != place for value, place in place_of.items())
+    return not named and min(places) > 0 and max(places) > 6 * min(places)
+
+
+def _smallest_gap(places: Sequence[float]) -> float:
+    return float(np.diff(np.unique(places)).min()) if len(set(places)) > 1 else 1.0
+
+
+def _setting_axis(axes: "Axes", place_of: Mapping[Any, float], *, is_log: bool) -> None:
     """An axis with a tick at each value of a setting."""
     places = sorted(place_of.values())
     named = any(value != place for value, place in place_of.items())
-    if not named and places[0] > 0 and places[-1] > 6 * places[0]:
+    if is_log:
         axes.set_xscale("log", base=2)
     if named or len(places) <= 10:
         labels = {place: str(value) if named else f"{value:g}" for value, place in place_of.items()}
         axes.set_xticks(places, [labels[place] for place in places])
         axes.xaxis.set_minor_locator(_no_ticks())
-    if named:
-        axes.set_xlim(-0.5, len(places) - 0.5)
+    if named or len(places) == 1:
+        axes.set_xlim(places[0] - 0.5, places[-1] + 0.5)
 
 
 def _magnitude(label: str) -> tuple[float, str]:

@@ -1,0 +1,77 @@
+"""What is measured of a trained run."""
+
+import json
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+
+from emergent_heads.models.small import SmallModel, SmallModelConfig
+from emergent_heads.sweeps.runs import RunSpec
+from emergent_heads.training.run import Run
+
+PLATEAU_LEFT = 0.06
+"""Share of the way from plateau to floor at which a run has left the plateau.
+
+For cellular automata (four symbols) it is where the paper puts it: a loss below 1.3 of 1.386 nats. For a linear map of
+16 cells it is the first output bit.
+"""
+EVENTS = ("step_left_plateau", "step_solved")
+AT_THE_END = ("share_learned", "excess_loss_nats")
+
+
+def measures_of(run: RunSpec, trained: Run) -> dict[str, Any]:
+    """The columns of the table that a training decides."""
+    metrics, task = trained.metrics, run.task
+    last = metrics.iloc[-1]
+    n_parameters, flops_per_sequence = _cost(json.dumps(run.config.settings()), task.length)
+    return {
+        "status": _status(trained),
+        "step_left_plateau": _first_step(metrics, task.plateau - PLATEAU_LEFT * (task.plateau - task.floor)),
+        "step_solved": trained.solved_step,
+        "last_step": int(last["step"]),
+        "share_learned": float(last["share_learned"]),
+        "loss_nats": float(last["loss_nats"]),
+        "excess_loss_nats": float(last["loss_nats"] - task.floor),
+        "n_parameters": n_parameters,
+        "flops": float(flops_per_sequence * run.training.batch_size(task) * int(last["step"])),
+        "seconds": float(last["seconds"]),
+    }
+
+
+def _status(trained: Run) -> str:
+    if trained.status == "diverged":
+        return "diverged"
+    return "not solved" if trained.solved_step is None else "solved"
+
+
+def _first_step(metrics: pd.DataFrame, loss: float) -> int | None:
+    """First evaluated step with a held-out loss of at most `loss`."""
+    below = metrics.loc[metrics["loss_nats"] <= loss, "step"]
+    return int(below.iloc[0]) if len(below) else None
+
+
+@lru_cache(maxsize=256)
+def _cost(config: str, length: int) -> tuple[int, int]:
+    """Parameters of a model, and FLOPs of one training sequence, forward and backward.
+
+    Counted by PyTorch on a model without data: 2 for each multiply-and-add of matrix products and convolutions;
+    attention counts all pairs of positions, as usual. Elementwise work, which scans mostly are, counts nothing.
+    """
+    model = SmallModel(SmallModelConfig(**json.loads(config)))
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        flops = _training_flops(deepcopy(model).to("meta"), length)
+    except (NotImplementedError, RuntimeError, TypeError):  # a mixer that looks at its values
+        flops = _training_flops(model, length)
+    return n_parameters, flops
+
+
+def _training_flops(model: SmallModel, length: int) -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length - 1, dtype=torch.long, device=model.device)).sum().backward()
+    return counter.get_total_flops()

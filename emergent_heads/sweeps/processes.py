@@ -1,0 +1,246 @@
+"""Work in other processes of this machine, with one torch thread each.
+
+`concurrent.futures.ProcessPoolExecutor` fails every job, running or waiting, when one of its processes dies, and does
+not say which job it was. Here a process that dies costs its own job only, and the next job gets a new process.
+"""
+
+import importlib
+import multiprocessing
+import pickle
+import queue
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, TypeVar
+
+from emergent_heads.errors import EmergentHeadsError
+
+_Value = TypeVar("_Value")
+_READY = "ready"
+_PATIENCE_SECONDS = 5.0
+
+
+class ProcessDiedError(RuntimeError):
+    """A process ended before its job did; other jobs are not touched."""
+
+
+class ProcessStartError(EmergentHeadsError, RuntimeError):
+    """A process could not begin to work, so no job can be run; the message says what to look at."""
+
+    exit_status = 1
+
+
+class LocalProcesses:
+    """An executor: `submit(function, *arguments)` runs in one of `workers` processes and gives a future.
+
+    Processes are spawned, not forked, because torch's threads do not survive a fork: function and arguments must be
+    picklable, and a script starts them under `if __name__ == "__main__":`. Leaving the context ends the processes,
+    also those at work.
+    """
+
+    def __init__(self, workers: int, modules: Iterable[str] = ()) -> None:
+        """Starts nothing yet; a process starts with the first job it gets.
+
+        Args:
+            workers: most processes at a time.
+            modules: names of modules that each process imports first, such as one that registers a mixer. Those that
+                were loaded from a file outside the import path are loaded from that file.
+        """
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="process")
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._processes = [_Process(_with_files(modules)) for _ in range(workers)]
+        for process in self._processes:
+            self._idle.put(process)
+
+    def submit(self, function: Callable[..., _Value], /, *arguments: Any) -> "Future[_Value]":
+        """Runs `function(*arguments)` as soon as a process is free.
+
+        The future raises what the function raises, `ProcessDiedError` where its process ended, and `ProcessStartError`
+        where there was none to be had.
+        """
+        return self._threads.submit(self._run, function, arguments)
+
+    def close(self) -> None:
+        """Drops the jobs that wait and ends the processes, also those at work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.end()
+        self._threads.shutdown(wait=True)
+        for process in self._processes:
+            process.wait()
+
+    def __enter__(self) -> "LocalProcesses":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, function: Callable[..., _Value], arguments: tuple[Any, ...]) -> _Value:
+        process = self._idle.get()
+        try:
+            return process.run(function, arguments)
+        finally:
+            self._idle.put(process)
+
+
+class _Process:
+    """One process, started when it is needed and again after it died."""
+
+    def __init__(self, modules: Sequence[tuple[str, Path | None]]) -> None:
+        self._modules = modules
+        self._process: Any = None
+        self._connection: Any = None
+        self._busy = self._ended = False
+
+    def run(self, function: Callable[..., _Value], arguments: tuple[Any, ...]) -> _Value:
+        if self._process is not None and not self._process.is_alive():
+            self._forget()  # it died with nothing to do
+        connection = self._connection or self._start()
+        try:
+            self._busy = True
+            connection.send((function, arguments))
+            good, value = connection.recv()
+        except (EOFError, OSError):
+            raise ProcessDiedError(f"its process ended ({self._forget()})") from None
+        finally:
+            self._busy = False
+        if good:
+            return value
+        raise value
+
+    def end(self) -> None:
+        """Ends the process: one without a job by telling it, one with a job by a signal."""
+        self._ended = True
+        if self._process is None:
+            return
+        if self._busy:
+            self._process.terminate()
+        elif self._connection is not None:
+            self._connection.close()
+
+    def wait(self) -> None:
+        """Waits for the end, and makes it come."""
+        if self._process is None:
+            return
+        self._process.join(_PATIENCE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+        self._forget()
+
+    def _start(self) -> Any:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._modules), daemon=True)
+        try:
+            process.start()
+        except RuntimeError as error:  # what multiprocessing says in a script's copy of itself
+            raise ProcessStartError(f"no process could be started: {str(error).strip().splitlines()[0]}") from error
+        finally:
+            theirs.close()
+        self._process, self._connection = process, ours
+        if self._ended:  # while it was started
+            process.terminate()
+        try:
+            said = ours.recv()
+        except (EOFError, OSError):
+            raise ProcessStartError(
+                f"a new process ended before it could work ({self._forget()}); a script starts processes under "
+                'if __name__ == "__main__":, and what it imports must be importable there, too'
+            ) from None
+        if said != _READY:
+            self._forget()
+            raise ProcessStartError(f"a new process could not get ready to work: {said}")
+        return ours
+
+    def _forget(self) -> str:
+        """Puts the process away and says how it ended."""
+        self._process.join()
+        code = self._process.exitcode
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+        return f"exit status {code}"
+
+
+def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
+    """What a process does: one job after the other, until the other end of the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is open is put away
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        for name, file in modules:
+            load_module(name, file)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(_READY)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        except Exception as error:  # a job that cannot be unpickled here
+            connection.send((False, _sendable(error)))
+            continue
+        try:
+            answer = (True, function(*arguments))
+        except Exception as error:
+            answer = (False, _sendable(error))
+        try:
+            connection.send(answer)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            connection.send((False, RuntimeError(f"what the job returned cannot be pickled: {error}")))
+
+
+def load_module(name: str, file: Path | None = None) -> ModuleType:
+    """The module of that name; one that is not on the import path is run from `file`, once, under that name."""
+    if name in sys.modules:
+        return sys.modules[name]
+    if file is None:
+        return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.split(".")[0]:
+            raise
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _with_files(modules: Iterable[str]) -> list[tuple[str, Path | None]]:
+    """Modules with the file each was loaded from; a script's own module is made anew by `multiprocessing` itself."""
+    found = []
+    for name in dict.fromkeys(modules):
+        if name not in ("__main__", "builtins"):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            found.append((name, Path(file).resolve() if file else None))
+    return found
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself where it survives pickling, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

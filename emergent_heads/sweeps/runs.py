@@ -1,0 +1,297 @@
+"""The runs of a sweep: what one is made of, and grids of them."""
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from emergent_heads.errors import ArgumentError, EmergentHeadsError, nearest
+from emergent_heads.models.attention_bias import AttentionBias
+from emergent_heads.models.mixers import mixer_class, mixer_options
+from emergent_heads.models.mixers.attention import Attention
+from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.storage import digest
+from emergent_heads.tasks.task import SequenceTask
+from emergent_heads.training.settings import TrainingSettings
+
+_LONGEST_NAME = 120
+_LISTS = ("betas", "checkpoints")  # settings that are lists of numbers themselves
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training to be: a model, a task, how it is trained, and the seed.
+
+    Attributes:
+        config: the model; vocabulary and context are taken from the task where they are left open.
+        task: what it is trained on.
+        training: how.
+        seed: of weights and sequences. What the task itself draws, such as the matrix of a linear map, has the task's
+            own seed.
+
+    Raises:
+        ArgumentError: model, task and training do not go together.
+    """
+
+    config: SmallModelConfig
+    task: SequenceTask
+    training: TrainingSettings
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.config.for_task(self.task))
+        bias = self.training.bias
+        if bias is not None:
+            _check_bias(self.config, bias.layers)
+            self.task.pattern()  # there must be one
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the run, as plain values."""
+        return {
+            "config": self.config.settings(),
+            "task": self.task.settings(),
+            "training": self.training.settings(),
+            "seed": self.seed,
+        }
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the run's folder: what tells it apart for a reader, and a digest of all its settings.
+
+        Equal settings give an equal name, in whatever sweep and on whatever machine.
+        """
+        defaults = {each.name: each.default for each in fields(self.task)}  # pyright: ignore[reportArgumentType]
+        told = [
+            f"{key}={value}"
+            for key, value in self.task.settings().items()
+            if key in defaults and value != defaults[key] and isinstance(value, (int, float, str))
+        ]
+        config, bias = self.config, self.training.bias
+        mixer = config.mixer if isinstance(config.mixer, str) else "+".join(config.mixer)
+        model = f"{mixer}-{config.n_layers}x{config.d_model}x{config.n_heads}"
+        parts = [self.task.name, *told, model, *([f"bias={bias.strength:g}"] if bias else []), f"seed={self.seed}"]
+        readable = "".join(sign if sign.isalnum() or sign in "-=+." else "_" for sign in "-".join(parts))
+        key = digest(json.dumps(self.settings, sort_keys=True, default=str))
+        return f"{readable[:_LONGEST_NAME]}-{key[:10]}"
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """All settings under the names of a table's columns, as numbers and words.
+
+        Sizes that the configuration leaves to be worked out are given; no attention bias is one of strength 0.
+        """
+        task = {("task_seed" if key == "seed" else key): value for key, value in self.task.settings().items()}
+        config = {**self.config.settings(), "d_head": self.config.head_size, "d_mlp": self.config.mlp_size}
+        training = self.training.settings()
+        bias = training.pop("attention_bias") or AttentionBias(0.0).settings()
+        bias = {f"attention_bias_{key}".removesuffix("_strength"): value for key, value in bias.items()}
+        both = {"vocabulary_size", "context"}  # they are the task's
+        flat = {**task, **{key: value for key, value in config.items() if key not in both}, **training, **bias}
+        options = flat.pop("mixer_options")
+        return {key: _plain(value) for key, value in {**flat, **options, "seed": self.seed}.items()}
+
+    def __repr__(self) -> str:
+        return f"RunSpec({self.name})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def grid(
+    task: "type[SequenceTask] | SequenceTask | Sequence[type[SequenceTask] | SequenceTask]",
+    config: SmallModelConfig | None = None,
+    *,
+    task_seed: "int | Sequence[int] | Literal['seed'] | None" = None,
+    invalid: Literal["refuse", "leave out"] = "refuse",
+    **settings: Any,
+) -> list[RunSpec]:
+    """Every combination of the settings, as a list of runs; add lists for what is no full grid.
+
+    Settings go by their names to the task, to the `SmallModelConfig` (options of a mixer, such as `hidden_units`, too)
+    and to the `TrainingSettings`; `seed` is the run's. A list, range or array is an axis of the grid. Anything else is
+    one value, a tuple too: `mixer=["attention", "mamba"]` are two models, `mixer=("attention", "mamba")` is one with
+    two layers. (`checkpoints` and `betas` are lists themselves: an axis of them is a list of lists.)
+
+    Heads at fixed width: `d_model=128, n_heads=[4, 8]`. Heads of fixed size: `d_head=16, n_heads=[4, 8]` without
+    `d_model`, which is then their product.
+
+    Args:
+        task: a task, its class, or a list of these. Each gets those of the settings that it has.
+        config: where the model's other settings come from.
+        task_seed: seed of what the task draws once, such as the matrix of a linear map: a number or an axis, or
+            "seed" for the run's own, so that each seed has another matrix. By default "seed" for a class, and for a
+            task the seed it has. (Whether the paper draws a matrix for each seed is not known.)
+        invalid: what becomes of a combination that makes no sense, such as a sparsity above the state size.
+        settings: of task, model and training.
+
+    Returns:
+        The runs, the last setting changing fastest, each once.
+
+    Raises:
+        ArgumentError: a setting that nothing takes (with the nearest names), a combination that makes no sense, or
+            nothing left.
+
+    Example:
+        `eh.grid(eh.tasks.LinearMap, state_size=[8, 12], sparsity=[2, 3], n_layers=1, d_model=128, n_heads=[4, 8],
+        attention_bias=[None, 5.0], steps=2000, seed=range(3))`
+    """
+    if invalid not in ("refuse", "leave out"):
+        raise ArgumentError(f'invalid must be "refuse" or "leave out", not {invalid!r}')
+    tasks = cast(list[Any], list(task) if isinstance(task, (list, tuple)) else [task])
+    axes = {name: _axis(name, value) for name, value in settings.items()}
+    homes = [_Homes.of(one, axes) for one in tasks]
+    if unknown := [name for name in axes if not any(name in home for home in homes)]:
+        known = sorted({name for home in homes for name in home.all})
+        raise ArgumentError(f"no task, model or training takes {unknown[0]!r}; {nearest(unknown[0], known)}")
+    if "steps" not in axes:
+        raise ArgumentError("how long? give steps")
+    runs: dict[str, RunSpec] = {}
+    reason = "no settings"
+    for one, home in zip(tasks, homes, strict=True):
+        seeds = _task_seeds(one, task_seed)
+        taken = {name: values for name, values in axes.items() if name in home}
+        for own_seed, *values in product(seeds, *taken.values()):
+            chosen = dict(zip(taken, values, strict=True))
+            try:
+                run = _combine(one, config, home, chosen, own_seed)
+            except EmergentHeadsError as error:
+                varied = [f"{name}={value!r}" for name, value in chosen.items() if len(axes[name]) > 1]
+                reason = f"{error}" + (f" (at {', '.join(varied)})" if varied else "")
+                if invalid == "refuse":
+                    raise ArgumentError(reason) from error
+                continue
+            runs.setdefault(run.name, run)
+    if not runs:
+        raise ArgumentError(f"no combination is left: {reason}")
+    return list(runs.values())
+
+
+@dataclass(frozen=True)
+class _Homes:
+    """Which names the parts of a run take."""
+
+    task: frozenset[str]
+    config: frozenset[str]
+    options: frozenset[str]
+    training: frozenset[str]
+
+    @classmethod
+    def of(cls, task: "type[SequenceTask] | SequenceTask", axes: Mapping[str, list[Any]]) -> "_Homes":
+        kind = task if isinstance(task, type) else type(task)
+        if not issubclass(kind, SequenceTask):
+            raise ArgumentError(
+                f"task must be one that models are trained on, such as emergent_heads.tasks.LinearMap, not {task!r}"
+            )
+        mixers = {name for value in axes.get("mixer", ["attention"]) for name in _as_tuple(value)}
+        options = {option for name in mixers for option in list(inspect.signature(mixer_class(name)).parameters)[2:]}
+        of_task = {each.name for each in fields(cast(Any, kind)) if each.init} - {"seed"}
+        of_config = {each.name for each in fields(SmallModelConfig)}
+        of_training = {each.name for each in fields(TrainingSettings)}
+        return cls(*(map(frozenset, (of_task, of_config, options, of_training))))
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.task | self.config | self.options | self.training | {"seed", "task_seed"}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.all
+
+
+def _combine(
+    task: "type[SequenceTask] | SequenceTask",
+    config: SmallModelConfig | None,
+    home: _Homes,
+    chosen: Mapping[str, Any],
+    task_seed: "int | Literal['seed'] | None",
+) -> RunSpec:
+    seed = chosen.get("seed", 0)
+    of_task = {name: value for name, value in chosen.items() if name in home.task}
+    if task_seed is not None:
+        of_task["seed"] = seed if task_seed == "seed" else task_seed
+    made = task(**of_task) if isinstance(task, type) else replace(cast(Any, task), **of_task)
+    of_training = {name: value for name, value in chosen.items() if name in home.training}
+    return RunSpec(_config(config, home, chosen), made, TrainingSettings(**of_training), seed)
+
+
+def _config(config: SmallModelConfig | None, home: _Homes, chosen: Mapping[str, Any]) -> SmallModelConfig:
+    values = {name: value for name, value in chosen.items() if name in home.config}
+    options = {name: value for name, value in chosen.items() if name in home.options and name not in home.config}
+    before = config.settings() if config is not None else {}
+    if "d_model" not in values and values.get("d_head") and "n_heads" in values:
+        values["d_model"] = values["d_head"] * values["n_heads"]
+    missing = [name for name in ("n_layers", "d_model") if name not in {**before, **values}]
+    if missing:
+        raise ArgumentError(f"what model? give {' and '.join(missing)}, or a config")
+    options = {**before.get("mixer_options", {}), **values.get("mixer_options", {}), **options}
+    # A grid over mixers gives each of them the options that it has.
+    mixers = _as_tuple(values.get("mixer", before.get("mixer", "attention")))
+    taken = {name: value for mixer in mixers for name, value in mixer_options(mixer, options).items()}
+    known = {name for name in options if name in home.options}
+    left = {name: value for name, value in options.items() if name in taken or name not in known}
+    return SmallModelConfig(**{**before, **values, "mixer_options": left})
+
+
+def _task_seeds(task: "type[SequenceTask] | SequenceTask", given: Any) -> list[Any]:
+    if "seed" not in {each.name for each in fields(cast(Any, task))}:
+        if given is not None:
+            raise ArgumentError("task_seed is given, but the task draws nothing that has a seed")
+        return [None]
+    if given is None:
+        return ["seed"] if isinstance(task, type) else [None]
+    return _axis("task_seed", given)
+
+
+def _axis(name: str, value: Any) -> list[Any]:
+    """The values of a grid's axis; one value for anything but a list, range or array of one dimension."""
+    values = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+    if not isinstance(values, (list, range)):
+        return [value]
+    if not len(values):
+        raise ArgumentError(f"{name} is an empty list; give at least one value")
+    if name in _LISTS and all(isinstance(each, (int, float)) for each in values):
+        return [tuple(values)]
+    return list(values)
+
+
+def _as_tuple(mixer: "str | Sequence[str]") -> tuple[str, ...]:
+    return (mixer,) if isinstance(mixer, str) else tuple(mixer)
+
+
+def _check_bias(config: SmallModelConfig, layers: Sequence[int] | None) -> None:
+    for layer in range(config.n_layers) if layers is None else layers:
+        if not 0 <= layer < config.n_layers:
+            raise ArgumentError(f"an attention bias on layer {layer}: the model has layers 0 to {config.n_layers - 1}")
+        if not issubclass(mixer_class(config.mixers[layer]), Attention):
+            raise ArgumentError(
+                f"an attention bias needs attention, and the mixer of layer {layer} is {config.mixers[layer]}; "
+                "choose other layers or train without a bias"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A number or word for a table's cell."""
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in value):
+        return "/".join(map(str, value))
+    return digest(json.dumps(value, sort_keys=True, default=str))[:10]  # a matrix: only same or not the same counts
+
+
+def check_runs(runs: Iterable[RunSpec]) -> list[RunSpec]:
+    """The runs as a list.
+
+    Raises:
+        ArgumentError: there are none, or something else is among them.
+    """
+    chosen = list(runs)
+    if wrong := [run for run in chosen if not isinstance(run, RunSpec)]:
+        raise ArgumentError(f"a sweep takes runs as emergent_heads.grid makes them, not {wrong[0]!r}")
+    if not chosen:
+        raise ArgumentError("no runs; give at least one, as emergent_heads.grid makes them")
+    return chosen
