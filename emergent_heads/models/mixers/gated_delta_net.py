@@ -64,7 +64,8 @@ class GatedDeltaNet(Mixer):
         self.d_key = self.d_head if d_key is None else d_key
         self.d_value = self.d_head if d_value is None else d_value
         self.chunk_size = chunk_size
-        for name, size in {"d_key": self.d_key, "d_value": self.d_value, "chunk_size": chunk_size}.items():
+        sizes = {"d_key": self.d_key, "d_value": self.d_value, "kernel_size": kernel_size, "chunk_size": chunk_size}
+        for name, size in sizes.items():
             if size < 1:
                 raise ArgumentError(f"{name} of a GatedDeltaNet mixer must be at least 1, not {size}")
         keys, values = self.n_heads * self.d_key, self.n_heads * self.d_value
@@ -148,15 +149,15 @@ def gated_delta_rule(
     """
     # Half precision would be too coarse for the products of many decays, and there is no triangular solve in it.
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v, beta, log_decay = (
+        chunks = tuple(
             # Contiguous once, as every product of a chunk would copy it otherwise.
             _at_least_32_bits(each).transpose(1, 2).contiguous().split(chunk_size, dim=2)
             for each in (_scaled(q), _unit(k), v, beta, log_decay)
         )
         state: Tensor | None = None
         outs: list[Tensor] = []
-        for chunk in zip(q, k, v, beta, log_decay, strict=True):
-            out, state = _delta_chunk(*chunk, state)
+        for chunk in zip(*chunks, strict=True):
+            out, state = _delta_chunk(chunk, state)
             outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)
 
@@ -180,10 +181,9 @@ def gated_delta_states(
         return torch.stack(states, dim=1)
 
 
-def _delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and last state of one chunk; `[row, head, pos, d]`, beta and log decay `[row, head, pos]`."""
+def _delta_chunk(chunk: tuple[Tensor, ...], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and last state of one chunk: q, k, v `[row, head, pos, d]`, beta and log decay `[row, head, pos]`."""
+    q, k, v, beta, log_decay = chunk
     total = log_decay.cumsum(-1)
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     # Masked before the exponential, which would overflow for later positions and leave no gradient.

@@ -34,7 +34,8 @@ class XLSTM(Mixer):
     (before its sigmoid) and `hook_z` (normalised and gated) `[row, pos, head, d_value]`; `hook_input_gate` (i, before
     the exponential) and `hook_forget_gate` (f, before the sigmoid) `[row, pos, head]`; `hook_state` (C)
     `[row, pos, head, d_key, d_value]` and `hook_normaliser` (n) `[row, pos, head, d_key]`, both divided by exp(m). An
-    edit of a state changes what is read there, not the states after it.
+    edit of a state changes what is read there, not the states after it. What scales h alone, as n does, changes the
+    output little, since the heads' norm follows.
     """
 
     def __init__(
@@ -163,9 +164,9 @@ def mlstm(
         state: Tensor | None = None
         log_scale = log_input.new_zeros(log_input.shape[:2])
         outs: list[Tensor] = []
-        q, k, v, log_input, log_forget = (each.split(chunk_size, dim=2) for each in (q, k, v, log_input, log_forget))
-        for chunk in zip(q, k, v, log_input, log_forget, strict=True):
-            out, state, log_scale = _mlstm_chunk(*chunk, state, log_scale)
+        chunks = tuple(each.split(chunk_size, dim=2) for each in (q, k, v, log_input, log_forget))
+        for chunk in zip(*chunks, strict=True):
+            out, state, log_scale = _mlstm_chunk(chunk, state, log_scale)
             outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)
 
@@ -199,14 +200,13 @@ def mlstm_states(
         return trajectory[..., :-1], trajectory[..., -1], torch.stack(log_scales, dim=1)
 
 
-def _mlstm_chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_input: Tensor, log_forget: Tensor, state: Tensor | None, log_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, last state and its log scale of one chunk; `[row, head, pos, d]`, gates `[row, head, pos]`.
+def _mlstm_chunk(chunk: tuple[Tensor, ...], state: Tensor | None, log_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, last state and its log scale of one chunk: q, k, v `[row, head, pos, d]`, log gates `[row, head, pos]`.
 
     The last column of `v` is all ones, and that of the state the normaliser. Everything is divided by exp(m), here
     m = total + scale. As m is no part of the function no gradient need go through the maximum.
     """
+    q, k, v, log_input, log_forget = chunk
     total = log_forget.cumsum(-1)
     entering = log_input - total  # log weight of each position, counted from the chunk's start
     scale = torch.maximum(entering.detach().cummax(-1).values, log_scale.detach()[..., None])
