@@ -76,18 +76,23 @@ class MLPMixer(Mixer):
         return mixed.view(length, rows, width).transpose(0, 1)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """As the model's `initialisation` draws linear maps; the fan-in is the full length, for all positions."""
-        for weight, bias in ((self.read_weight, self.read_bias), (self.write_weight, self.write_bias)):
+        """As the model's `initialisation` draws linear maps, where the fan-in is what a row of a matrix really reads.
+
+        Drawn with the full length as fan-in, early positions are faint, and the linear map takes a third longer.
+        """
+        maps = (
+            (self.read_weight, self.read_bias, self.read_mask),
+            (self.write_weight, self.write_bias, self.write_mask),
+        )
+        for weight, bias, mask in maps:
             if self._gpt2_std is not None:
                 std = self._gpt2_std if weight is self.write_weight else 0.02
-                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std * mask)
                 continue
-            bound = weight.shape[1] ** -0.5
-            for parameter in (weight, bias):
-                if parameter is not None:
-                    parameter.copy_((torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound)
-        self.read_weight.mul_(self.read_mask)
-        self.write_weight.mul_(self.write_mask)
+            bound = mask.sum(1) ** -0.5
+            weight.copy_((torch.rand(weight.shape, generator=generator) * 2 - 1) * bound[:, None] * mask)
+            if bias is not None:
+                bias.copy_((torch.rand(bias.shape, generator=generator) * 2 - 1) * bound)
 
     def effective_pattern(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row 1 dest src"]:
         """How outputs change with inputs at this input: the derivative of output t of a channel by its input s.
