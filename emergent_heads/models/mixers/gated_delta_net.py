@@ -149,17 +149,14 @@ def gated_delta_rule(
     """
     # Half precision would be too coarse for the products of many decays, and there is no triangular solve in it.
     with torch.autocast(q.device.type, enabled=False):
-        chunks = tuple(
-            # Contiguous once, as every product of a chunk would copy it otherwise.
-            _at_least_32_bits(each).transpose(1, 2).contiguous().split(chunk_size, dim=2)
-            for each in (_scaled(q), _unit(k), v, beta, log_decay)
-        )
         state: Tensor | None = None
         outs: list[Tensor] = []
+        chunks = tuple(_at_least_32_bits(each).split(chunk_size, dim=1) for each in (q, k, v, beta, log_decay))
         for chunk in zip(*chunks, strict=True):
-            out, state = _delta_chunk(chunk, state)
-            outs.append(out)
-        return torch.cat(outs, dim=2).transpose(1, 2)
+            # Transposed by the chunk, and the rest done by the chunk too: what is at work then fits the cache.
+            out, state = _delta_chunk(tuple(each.transpose(1, 2).contiguous() for each in chunk), state)
+            outs.append(out.transpose(1, 2))
+        return torch.cat(outs, dim=1)
 
 
 def gated_delta_states(
@@ -184,10 +181,11 @@ def gated_delta_states(
 def _delta_chunk(chunk: tuple[Tensor, ...], state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and last state of one chunk: q, k, v `[row, head, pos, d]`, beta and log decay `[row, head, pos]`."""
     q, k, v, beta, log_decay = chunk
+    q, k = _scaled(q), _unit(k)
     total = log_decay.cumsum(-1)
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     # Masked before the exponential, which would overflow for later positions and leave no gradient.
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()  # [dest, src]
+    later = torch.full((q.shape[2], q.shape[2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :] + later).exp()  # [dest, src]
     since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     unheld = v if state is None else v - since_start * (k @ state)
     # Position t writes k_t w_t^T with w_t = beta_t (v_t - what S held under k_t), which earlier writes of the chunk
@@ -207,7 +205,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _scaled(q: Tensor) -> Tensor:
-    return _unit(q) * q.shape[-1] ** -0.5
+    """Vectors of length `1 / sqrt(d_key)`."""
+    return q * (q.shape[-1] * (q.square().sum(-1, keepdim=True) + 1e-6)).rsqrt()
 
 
 def _at_least_32_bits(x: Tensor) -> Tensor:

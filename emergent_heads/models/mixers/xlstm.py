@@ -155,20 +155,17 @@ def mlstm(
 ) -> Float[Tensor, "row pos head d_value"]:
     """The mLSTM cell, a chunk of positions at a time, in 32 bits at least; gates before exponential and sigmoid."""
     with torch.autocast(q.device.type, enabled=False):  # half precision would be too coarse for sums of log gates
-        q, k, v, log_input, log_forget = (
-            _at_least_32_bits(each).transpose(1, 2).contiguous()
-            for each in (q * q.shape[-1] ** -0.5, k, v, input_gate, functional.logsigmoid(forget_gate))
-        )
-        # The normaliser is one more value, of which every position has 1.
-        v = functional.pad(v, (0, 1), value=1.0)
+        tensors = (q, k, v, input_gate, functional.logsigmoid(forget_gate))
+        chunks = tuple(_at_least_32_bits(each).split(chunk_size, dim=1) for each in tensors)
         state: Tensor | None = None
-        log_scale = log_input.new_zeros(log_input.shape[:2])
+        log_scale = chunks[-1][0].new_zeros(q.shape[0], q.shape[2])
         outs: list[Tensor] = []
-        chunks = tuple(each.split(chunk_size, dim=2) for each in (q, k, v, log_input, log_forget))
         for chunk in zip(*chunks, strict=True):
-            out, state, log_scale = _mlstm_chunk(chunk, state, log_scale)
-            outs.append(out)
-        return torch.cat(outs, dim=2).transpose(1, 2)
+            # Transposed by the chunk, and the rest done by the chunk too: what is at work then fits the cache.
+            transposed = tuple(each.transpose(1, 2).contiguous() for each in chunk)
+            out, state, log_scale = _mlstm_chunk(transposed, state, log_scale)
+            outs.append(out.transpose(1, 2))
+        return torch.cat(outs, dim=1)
 
 
 def mlstm_states(
@@ -203,15 +200,17 @@ def mlstm_states(
 def _mlstm_chunk(chunk: tuple[Tensor, ...], state: Tensor | None, log_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, last state and its log scale of one chunk: q, k, v `[row, head, pos, d]`, log gates `[row, head, pos]`.
 
-    The last column of `v` is all ones, and that of the state the normaliser. Everything is divided by exp(m), here
-    m = total + scale. As m is no part of the function no gradient need go through the maximum.
+    The last column of the state is the normaliser. Everything is divided by exp(m), here m = total + scale. As m is no
+    part of the function no gradient need go through the maximum.
     """
     q, k, v, log_input, log_forget = chunk
+    q = q * q.shape[-1] ** -0.5
+    v = functional.pad(v, (0, 1), value=1.0)  # the normaliser is one more value, of which every position has 1
     total = log_forget.cumsum(-1)
     entering = log_input - total  # log weight of each position, counted from the chunk's start
     scale = torch.maximum(entering.detach().cummax(-1).values, log_scale.detach()[..., None])
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    weights = (entering[..., None, :] - scale[..., :, None]).masked_fill(later, float("-inf")).exp()  # [dest, src]
+    later = torch.full((q.shape[2], q.shape[2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    weights = (entering[..., None, :] - scale[..., :, None] + later).exp()  # [dest, src]
     mixed = (q @ k.transpose(-1, -2) * weights) @ v
     added = ((entering - scale[..., -1:]).exp()[..., None] * k).transpose(-1, -2) @ v
     if state is not None:
