@@ -211,35 +211,35 @@ class _SelectiveScanGradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = _Rows(x, dt, a, b, c, d)
         dy = rows.positions_first(dy)
-        starts = starts.movedim(-3, 0).flatten(1, -3)
         dx, ddt, db, dc = (torch.empty_like(each) for each in (rows.x, rows.dt, rows.b, rows.c))
         dstate, product, da = (rows.zero_state() for _ in range(3))
         dd = torch.zeros_like(dy[0])
-        decays = dstate.new_empty(_SEGMENT, *dstate.shape)
-        states = dstate.new_empty(_SEGMENT + 1, *dstate.shape)
-        writes = dy.new_empty(_SEGMENT, *dy.shape[1:])
-        for segment in reversed(range(len(starts))):
-            first = segment * _SEGMENT
-            positions = range(first, min(first + _SEGMENT, len(dy)))
-            states[0] = starts[segment]
-            for i, t in enumerate(positions):
-                torch.mul(rows.dt[t], rows.x[t], out=writes[i])
-                torch.mul(rows.dt[t], rows.a, out=decays[i]).exp_()
-                torch.mul(states[i], decays[i], out=states[i + 1]).addcmul_(rows.b[t].mT, writes[i])
-            for t in reversed(positions):
-                i, x_t, dt_t, dy_t = t - first, rows.x[t], rows.dt[t], dy[t]
-                dstate.addcmul_(rows.c[t].mT, dy_t)
-                torch.bmm(states[i + 1], dy_t.mT, out=dc[t].mT)
-                torch.bmm(dstate, writes[i].mT, out=db[t].mT)
-                dwrite = torch.bmm(rows.b[t], dstate)
+        decays = dstate.new_empty(_SEGMENT, *dstate.shape).unbind()
+        states = dstate.new_empty(_SEGMENT + 1, *dstate.shape).unbind()
+        writes = dy.new_empty(_SEGMENT, *dy.shape[1:]).unbind()
+        by_position = [*zip(*map(torch.unbind, (rows.x, rows.dt, rows.b, rows.c, dy, dx, ddt, db, dc)), strict=True)]
+        segments = starts.movedim(-3, 0).flatten(1, -3).unbind()
+        for segment, start in reversed([*enumerate(segments)]):
+            within = by_position[segment * _SEGMENT : (segment + 1) * _SEGMENT]
+            states[0].copy_(start)
+            for i, (x_t, dt_t, b_t, *_) in enumerate(within):
+                torch.mul(dt_t, x_t, out=writes[i])
+                torch.mul(dt_t, rows.a, out=decays[i]).exp_()
+                torch.mul(states[i], decays[i], out=states[i + 1]).addcmul_(b_t.mT, writes[i])
+            for i, (x_t, dt_t, b_t, c_t, dy_t, dx_t, ddt_t, db_t, dc_t) in reversed([*enumerate(within)]):
+                dstate.addcmul_(c_t.mT, dy_t)
+                # In this order of the factors the product is three times as fast as in the other.
+                torch.bmm(dy_t, states[i + 1].mT, out=dc_t)
+                torch.bmm(writes[i], dstate.mT, out=db_t)
+                dwrite = torch.bmm(b_t, dstate)
                 # From here on the gradient of the state before t; times that state, of the exponent dt[t] a.
                 torch.mul(dstate.mul_(decays[i]), states[i], out=product)
                 da.addcmul_(product, dt_t)
-                torch.sum(product.mul_(rows.a), -2, keepdim=True, out=ddt[t]).addcmul_(dwrite, x_t)
-                torch.mul(dwrite, dt_t, out=dx[t]).addcmul_(dy_t, rows.d)
+                torch.sum(product.mul_(rows.a), -2, keepdim=True, out=ddt_t).addcmul_(dwrite, x_t)
+                torch.mul(dwrite, dt_t, out=dx_t).addcmul_(dy_t, rows.d)
                 dd.addcmul_(dy_t, x_t)
-        by_position = [rows.positions_last(each) for each in (dx, ddt, db, dc)]
-        return *by_position[:2], rows.summed(da), *by_position[2:], rows.summed(dd).squeeze(-2)
+        dx, ddt, db, dc = map(rows.positions_last, (dx, ddt, db, dc))
+        return dx, ddt, rows.summed(da), db, dc, rows.summed(dd).squeeze(-2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
