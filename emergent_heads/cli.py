@@ -8,12 +8,13 @@ Exit status: 0 done, 2 wrong arguments or input, 130 interrupted, 1 anything els
 """
 
 import io
+import json
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from emergent_heads.checkpoints.series import CheckpointSeries
+    from emergent_heads.models.small import SmallModelConfig
     from emergent_heads.results import Result
-    from emergent_heads.tasks.task import PromptTask
+    from emergent_heads.tasks.task import PromptTask, SequenceTask
 
 PROGRAM = "emergent-heads"
 SUMMARY = "When did a capability emerge in training, and which attention heads made it emerge?"
@@ -47,6 +49,12 @@ Share = Annotated[float | None, _unset("X")]
 Folder = Annotated[Path | None, _unset("PATH")]
 TableFile = Annotated[Path | None, _unset("FILE")]
 FigureFile = Annotated[Path | None, _unset("FILE")]
+
+
+class WorkFailedError(EmergentHeadsError):
+    """Some of the work could not be done; what was done is kept."""
+
+    exit_status = 1
 
 
 class Command(Protocol):
@@ -329,6 +337,233 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class TrainingTask:
+    """What the model is trained on; what is left out has the task's own value."""
+
+    task: Literal["linear_map", "cellular_automaton"]
+    """each token the sum of some tokens of the last state, or the next state by a rule of the sequence's own"""
+    state_size: Number = None
+    """tokens in a state"""
+    states: Number = None
+    """states in a sequence"""
+    symbols: Number = None
+    """values of a token"""
+    sparsity: Number = None
+    """linear_map: tokens that each sum is of"""
+    rules: Number = None
+    """cellular_automaton: number of rules"""
+    radius: Number = None
+    """cellular_automaton: neighbours on either side that a rule looks at"""
+    iterations: Number = None
+    """cellular_automaton: how often the rule is applied from one state to the next"""
+    boundary: Annotated[Literal["periodic", "fixed"] | None, _unset("{periodic,fixed}")] = None
+    """cellular_automaton: what lies beyond the ends of a state"""
+    task_seed: Number = None
+    """seed of the matrix, or of the rules (0 if left out)"""
+
+    def make(self) -> "SequenceTask":
+        """The task.
+
+        Raises:
+            ArgumentError: an option of the other task, or one that makes no sense.
+        """
+        from emergent_heads import tasks
+
+        classes = {"linear_map": tasks.LinearMap, "cellular_automaton": tasks.CellularAutomaton}
+        known = {each.name for each in fields(classes[self.task])}
+        for name, value in _told(self).items():
+            if name not in {"task", "task_seed", *known} and value is not None:
+                raise ArgumentError(f"{_option(name)} is no option of the task {self.task}")
+        values = {("seed" if name == "task_seed" else name): value for name, value in _told(self).items()}
+        return classes[self.task](**{name: value for name, value in values.items() if name != "task"})
+
+
+@dataclass(frozen=True)
+class Model:
+    """Its shape; what is left out has the value of `SmallModelConfig`."""
+
+    n_layers: Annotated[int, tyro.conf.arg(metavar="N")]
+    """blocks"""
+    d_model: Annotated[int, tyro.conf.arg(metavar="N")]
+    """width of the residual stream"""
+    n_heads: Number = None
+    """heads of each layer"""
+    d_head: Number = None
+    """width of a head (d_model / n_heads if left out)"""
+    d_mlp: Number = None
+    """hidden units of each MLP"""
+    mixer: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ("attention",)
+    """token mixer of all layers, or one for each: attention, mlp_mixer, mamba, ..."""
+    mixer_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint="")] = ()
+    """options of the mixer, such as hidden_units=8"""
+    norm: Annotated[Literal["layer", "rms"] | None, _unset("{layer,rms}")] = None
+    """kind of norm"""
+    positions: Annotated[Literal["learned", "rotary", "none"] | None, _unset("{learned,rotary,none}")] = None
+    """kind of positions"""
+    mlp: Annotated[Literal["gelu", "swiglu", "none"] | None, _unset("{gelu,swiglu,none}")] = None
+    """kind of MLP"""
+    biases: bool = True
+    """whether linear maps and norms have biases"""
+    initialisation: Annotated[Literal["pytorch", "gpt2"] | None, _unset("{pytorch,gpt2}")] = None
+    """how weights are drawn"""
+    embedding_std: Share = None
+    """standard deviation of the embeddings"""
+
+    def make(self) -> "SmallModelConfig":
+        """The configuration.
+
+        Raises:
+            ArgumentError: a setting that is unknown or makes no sense.
+        """
+        from emergent_heads.models.small import SmallModelConfig
+
+        values = _told(self)
+        options = dict(map(_pair, values.pop("mixer_option")))
+        mixer = self.mixer[0] if len(self.mixer) == 1 else self.mixer
+        return SmallModelConfig(**{**values, "mixer": mixer, "mixer_options": options})
+
+
+@dataclass(frozen=True)
+class Training:
+    """How it is trained; what is left out has the value of `TrainingSettings`."""
+
+    steps: Annotated[int, tyro.conf.arg(metavar="N")]
+    """optimiser steps"""
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """seed of weights and sequences"""
+    learning_rate: Share = None
+    """of AdamW"""
+    weight_decay: Share = None
+    """of AdamW, on matrices"""
+    warmup_steps: Number = None
+    """steps in which the learning rate rises"""
+    schedule: Annotated[Literal["constant", "cosine"] | None, _unset("{constant,cosine}")] = None
+    """of the learning rate"""
+    clip: Share = None
+    """largest norm of the gradient"""
+    tokens_per_batch: Number = None
+    """tokens in a batch"""
+    checkpoints: Annotated[tuple[int, ...] | None, _unset("STEP [STEP ...]")] = None
+    """steps to keep (0, 1, 2, 4, ..., 512, 1000, 2000, ... if left out)"""
+    evaluate_every: Number = None
+    """steps between evaluations"""
+    attention_bias: Share = None
+    """strength at which the right attention pattern is added to the attention scores"""
+    bias_from_step: Number = None
+    """step from which the bias is there"""
+    bias_until_step: Number = None
+    """step at which the bias has come down to zero"""
+    stop_when_solved: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """end as soon as the task is solved"""
+    solved_at: Share = None
+    """share of the way from plateau to floor at which the task is solved"""
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, _unset("{float32,bfloat16}")] = None
+    """bfloat16: automatic mixed precision"""
+    device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
+    """where to train, such as cuda"""
+
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of `emergent_heads.train`.
+
+        Raises:
+            ArgumentError: an option that does not go with the others.
+        """
+        from emergent_heads.models.attention_bias import AttentionBias
+
+        values = _told(self)
+        when = {"from_step": values.pop("bias_from_step", None), "anneal_until": values.pop("bias_until_step", None)}
+        for name, value in zip(("--bias-from-step", "--bias-until-step"), when.values(), strict=True):
+            _goes_with(name, value, "--attention-bias", self.attention_bias)
+        if self.attention_bias is not None:
+            given = {name: value for name, value in when.items() if value is not None}
+            values["attention_bias"] = AttentionBias(self.attention_bias, **given)
+        return values
+
+
+@dataclass(frozen=True)
+class Train:
+    """Trains a small model, with every hook in place, on a task whose right attention pattern is known.
+
+    A finished run is read again, and one that was interrupted goes on.
+
+    Example: emergent-heads train --task linear_map --n-layers 1 --d-model 128 --steps 500 --out runs/linear-map
+    """
+
+    task: TrainingTask
+    model: Model
+    training: Training
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """folder of the run"""
+    plot: FigureFile = None
+    """draw loss and accuracy over the steps: .png, .pdf or .svg"""
+
+    def run(self, line: str) -> None:
+        _check_outputs(None, self.plot)
+        _check_device(self.training.device)
+        config, task, settings = self.model.make(), self.task.make(), self.training.settings()
+        from emergent_heads.training.loop import train
+
+        run = train(config, task, self.out, **settings)
+        print(run)
+        _print_table(run.metrics.iloc[-1:])
+        if self.plot is not None:
+            from emergent_heads.plots import save_figure
+
+            _say(f"wrote {save_figure(run.plot(), self.plot)}")
+        if run.status == "diverged":
+            raise WorkFailedError(f"{run!r}; its checkpoints before that are in {self.out}")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Trains the runs that a Python file defines, several at a time, and tabulates when each left its plateau, when it
+    solved its task, what it had learned in the end, and what it took.
+
+    The file defines runs, as emergent_heads.grid makes them. The same line again trains what is missing or failed.
+
+    Example: emergent-heads sweep heads.py --out sweeps/heads --workers 2 --x n_heads
+    """
+
+    file: tyro.conf.Positional[Path]
+    """Python file that defines the list runs"""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """folder for the runs, sweep.csv (a row per run) and summary.csv (over the seeds)"""
+    workers: Number = None
+    """runs at a time (one for each core if left out; 0: one, in this process)"""
+    device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
+    """where to train, such as cuda"""
+    x: Annotated[str | None, _unset("SETTING")] = None
+    """also draw sweep.png, against this setting"""
+    y: Annotated[str | None, _unset("MEASURE")] = None
+    """what to draw (step_solved if left out)"""
+
+    def run(self, line: str) -> None:
+        _goes_with("--y", self.y, "--x", self.x)
+        _check_outputs(self.out / "sweep.csv", None)
+        from emergent_heads.storage import save_table
+        from emergent_heads.sweeps import check_axes, load_runs, run_sweep
+
+        runs = load_runs(self.file)
+        if self.x is not None:
+            check_axes(runs, self.x, self.y or "step_solved")
+        _check_device(self.device)
+        result = run_sweep(runs, self.out, workers=self.workers, device=self.device)
+        _print_result(result)
+        _write(result, self.out / "sweep.csv", None, line)
+        _say(f"wrote {save_table(result.summary, self.out / 'summary.csv', {'command_line': line})}")
+        if self.x is not None:
+            from emergent_heads.plots import save_figure
+
+            figure = result.plot(self.x, self.y or "step_solved")
+            _say(f"wrote {save_figure(figure, self.out / 'sweep.png')}")
+        if failures := result.failures:
+            error = next(iter(failures.values()))
+            raise WorkFailedError(
+                f"{len(failures)} of {len(runs)} runs failed (see {self.out}/*.error.txt), the first with: {error}"
+            )
+
+
+@dataclass(frozen=True)
 class Demo:
     """The whole job on this machine, without downloads: trains small models, finds when they learn to repeat what they
     have read, ranks their heads, and draws what a few of them recover. Takes about two minutes on two cores.
@@ -351,7 +586,14 @@ class Demo:
             print(text, flush=True)
 
 
-COMMANDS: dict[str, type[Command]] = {"suites": Suites, "emergence": Emergence, "rank": Rank, "demo": Demo}
+COMMANDS: dict[str, type[Command]] = {
+    "suites": Suites,
+    "emergence": Emergence,
+    "rank": Rank,
+    "train": Train,
+    "sweep": Sweep,
+    "demo": Demo,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -430,6 +672,31 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"no device {device!r} here: {str(error).splitlines()[0]}") from error
+
+
+def _told(options: Any) -> dict[str, Any]:
+    """The options that were given, or have a value of their own."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Name and value of "name=value"; the value is a number, true or false where it reads as one.
+
+    Raises:
+        ArgumentError: there is no equals sign.
+    """
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ArgumentError(f"--mixer-option {text}: write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _given(value: float | None, default: float) -> float:

@@ -5,8 +5,8 @@ interrupted, widened or begun again in the same folder trains just what is missi
 """
 
 from emergent_heads.sweeps.file import load_runs
-from emergent_heads.sweeps.result import SweepResult, event_times
+from emergent_heads.sweeps.result import SweepResult, check_axes, event_times
 from emergent_heads.sweeps.running import run_sweep
 from emergent_heads.sweeps.runs import RunSpec, grid
 
-__all__ = ["RunSpec", "SweepResult", "event_times", "grid", "load_runs", "run_sweep"]
+__all__ = ["RunSpec", "SweepResult", "check_axes", "event_times", "grid", "load_runs", "run_sweep"]

@@ -4,8 +4,8 @@ import traceback
 from pathlib import Path
 
 from emergent_heads.errors import ArgumentError, EmergentHeadsError
+from emergent_heads.processes import load_module
 from emergent_heads.storage import digest
-from emergent_heads.sweeps.processes import load_module
 from emergent_heads.sweeps.runs import RunSpec, check_runs
 
 

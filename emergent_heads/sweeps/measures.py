@@ -25,7 +25,7 @@ def measures_of(run: RunSpec, trained: Run) -> dict[str, Any]:
     """The columns of the table that a training decides."""
     metrics, task = trained.metrics, run.task
     last = metrics.iloc[-1]
-    n_parameters, flops_per_sequence = _cost(json.dumps(run.config.settings()), task.length)
+    n_parameters, flops_per_sequence = training_cost(run.config, task.length)
     return {
         "status": _status(trained),
         "step_left_plateau": _first_step(metrics, task.plateau - PLATEAU_LEFT * (task.plateau - task.floor)),
@@ -52,13 +52,17 @@ def _first_step(metrics: pd.DataFrame, loss: float) -> int | None:
     return int(below.iloc[0]) if len(below) else None
 
 
-@lru_cache(maxsize=256)
-def _cost(config: str, length: int) -> tuple[int, int]:
-    """Parameters of a model, and FLOPs of one training sequence, forward and backward.
+def training_cost(config: SmallModelConfig, length: int) -> tuple[int, int]:
+    """Parameters of a model, and FLOPs of training on one sequence of `length` tokens, forward and backward.
 
     Counted by PyTorch on a model without data: 2 for each multiply-and-add of matrix products and convolutions;
     attention counts all pairs of positions, as usual. Elementwise work, which scans mostly are, counts nothing.
     """
+    return _training_cost(json.dumps(config.settings()), length)
+
+
+@lru_cache(maxsize=256)
+def _training_cost(config: str, length: int) -> tuple[int, int]:
     model = SmallModel(SmallModelConfig(**json.loads(config)))
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     try:

@@ -114,11 +114,7 @@ class SweepResult(Result):
         Raises:
             ArgumentError: no such column.
         """
-        if x not in self.varying:
-            raise ArgumentError(f"no setting {x!r} that differs between the runs; {nearest(x, self.varying)}")
-        measures = [*EVENTS, *AT_THE_END, "loss_nats", "n_parameters", "flops", "seconds"]
-        if y not in measures:
-            raise ArgumentError(f"no measure {y!r}; {nearest(y, measures)}")
+        _check_axes(self.varying, x, y)
         others = [name for name in self.varying if name != x]
         if by is None:
             by = []
@@ -151,20 +147,42 @@ class SweepResult(Result):
 def sweep_result(runs: Sequence[RunSpec], outcomes: Mapping[str, Outcome], path: Path) -> SweepResult:
     """The table of the runs, in their order, with what became of each by its name."""
     settings = pd.DataFrame([run.columns for run in runs])
-    constant = {name: settings[name].iloc[0] for name in settings if settings[name].map(repr).nunique() == 1}
-    varying = tuple(name for name in settings if name not in {*constant, "seed", "task_seed"})
+    varying = varying_settings(runs)
     shown = [*varying, "seed"]
-    if "task_seed" in settings and not settings["task_seed"].equals(settings["seed"]) and "task_seed" not in constant:
+    if "task_seed" in _varying(settings) and not settings["task_seed"].equals(settings["seed"]):
         shown.append("task_seed")
     measured = pd.DataFrame([_row(run, outcomes[run.name]) for run in runs])
     told = [name for name in shown if name not in measured]  # the steps stand among what was measured
     table = pd.concat([measured[["run"]], settings[told], measured.drop(columns="run")], axis=1)
     about = {
         "path": path,
-        "settings": {name: value for name, value in constant.items() if name not in shown},
+        "settings": {name: settings[name].iloc[0] for name in settings if name not in {*_varying(settings), "seed"}},
         "step_left_plateau": f"held-out loss {PLATEAU_LEFT} of the way from plateau to floor",
     }
     return SweepResult(table.astype(_TYPES), runs=tuple(runs), path=path, varying=varying, about=about)
+
+
+def varying_settings(runs: Sequence[RunSpec]) -> tuple[str, ...]:
+    """Columns of the settings in which the runs differ, without the seeds."""
+    settings = pd.DataFrame([run.columns for run in runs])
+    return tuple(name for name in _varying(settings) if name not in ("seed", "task_seed"))
+
+
+def check_axes(runs: Sequence[RunSpec], x: str, y: str) -> None:
+    """Raises ArgumentError where a sweep of the runs cannot be drawn with `y` against `x`."""
+    _check_axes(varying_settings(runs), x, y)
+
+
+def _check_axes(varying: Sequence[str], x: str, y: str) -> None:
+    if x not in varying:
+        raise ArgumentError(f"no setting {x!r} that differs between the runs; {nearest(x, varying)}")
+    measures = [*EVENTS, *AT_THE_END, "loss_nats", "n_parameters", "flops", "seconds"]
+    if y not in measures:
+        raise ArgumentError(f"no measure {y!r}; {nearest(y, measures)}")
+
+
+def _varying(settings: pd.DataFrame) -> list[str]:
+    return [str(name) for name in settings if settings[name].map(repr).nunique() > 1]
 
 
 _TYPES: Mapping[str, Any] = {

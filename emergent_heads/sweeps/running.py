@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from emergent_heads.errors import ArgumentError, EmergentHeadsError
+from emergent_heads.errors import ArgumentError
 from emergent_heads.models.mixers import mixer_class
+from emergent_heads.processes import LocalProcesses, ProcessStartError
 from emergent_heads.storage import atomic_path, check_writable
 from emergent_heads.sweeps.measures import measures_of
-from emergent_heads.sweeps.processes import LocalProcesses, ProcessStartError
 from emergent_heads.sweeps.result import Outcome, SweepResult, sweep_result
 from emergent_heads.sweeps.runs import RunSpec, check_runs
 from emergent_heads.training.loop import train
@@ -74,7 +74,7 @@ def run_sweep(
         if executor is None:
             count = min(_cores() if workers is None else workers, len(missing))
             executor = stack.enter_context(LocalProcesses(count, _modules(missing))) if count else _Here()
-        for run, outcome in _train_all(missing, path, executor, device, bar):
+        for run, outcome in _train_all(missing, path.resolve(), executor, device, bar):
             outcomes[run.name] = outcome
             _keep_error(path / f"{run.name}.error.txt", outcome)
     return sweep_result(chosen, outcomes, path)
@@ -180,6 +180,6 @@ def _finished(run: RunSpec, path: Path) -> Outcome | None:
     """What came out of a run that is there and done; None where it is to be trained."""
     try:
         found = Run.open(path / run.name)
-    except EmergentHeadsError:  # not there; what else is wrong is told when it is to be trained
+        return None if found.status == "unfinished" else Outcome(measures_of(run, found))
+    except Exception:  # mostly that it is not there; what else is wrong, the training will say
         return None
-    return None if found.status == "unfinished" else Outcome(measures_of(run, found))
