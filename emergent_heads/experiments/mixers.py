@@ -1,0 +1,93 @@
+"""Findings 8 to 10: the causal MLP-Mixer and the other token mixers against attention."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from emergent_heads.experiments.comparisons import slower
+from emergent_heads.experiments.figures import by_setting
+from emergent_heads.experiments.recipes import Recipes
+from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Judgement, Study, Verdict, select
+
+ATTENTION, MLP_MIXER = "attention", "mlp_mixer"
+OTHERS = ("mamba", "mamba2", "gated_delta_net", "rwkv4", "rwkv7", "xlstm", "linear_rnn")
+
+
+def _mixer_linear_map(recipes: Recipes) -> list[Arm]:
+    sizes = recipes.sized(small=[8, 10], paper=[16])
+    return [
+        Arm(LINEAR_MAP, mixer, size, recipes.linear_map(mixer=mixer, state_size=size, seed=range(5)))
+        for mixer in (ATTENTION, MLP_MIXER)
+        for size in sizes
+    ]
+
+
+def _mixer_automata(recipes: Recipes) -> list[Arm]:
+    sizes = recipes.sized(small=[4, 8], paper=[16])
+    return [
+        Arm(AUTOMATA, mixer, size, recipes.automata(mixer=mixer, state_size=size, seed=range(3)))
+        for mixer in (ATTENTION, MLP_MIXER)
+        for size in sizes
+    ]
+
+
+def _judge_mixer_linear_map(runs: pd.DataFrame, _: Path) -> Judgement:
+    return Judgement(
+        [
+            slower(
+                f"{LINEAR_MAP}, S = {size:g}, attention against MLP-Mixer",
+                select(runs, x=size, setting=ATTENTION),
+                select(runs, x=size, setting=MLP_MIXER),
+            )
+            for size in sorted(runs["x"].unique())
+        ]
+    )
+
+
+def _judge_mixer_automata(runs: pd.DataFrame, _: Path) -> Judgement:
+    return Judgement(
+        [
+            slower(
+                f"{AUTOMATA}, S = {size:g}, MLP-Mixer against attention",
+                select(runs, x=size, setting=MLP_MIXER),
+                select(runs, x=size, setting=ATTENTION),
+            )
+            for size in sorted(runs["x"].unique())
+        ]
+    )
+
+
+def _others(recipes: Recipes) -> list[Arm]:
+    return [
+        Arm(task, "", mixer, runs(mixer=mixer, seed=range(3)))
+        for task, runs in ((LINEAR_MAP, recipes.linear_map), (AUTOMATA, recipes.automata))
+        for mixer in (ATTENTION, MLP_MIXER, *OTHERS)
+    ]
+
+
+def _judge_others(runs: pd.DataFrame, _: Path) -> Judgement:
+    checks = [
+        slower(
+            f"{task}, {mixer} against attention",
+            select(runs, task=task, x=mixer),
+            select(runs, task=task, x=ATTENTION),
+        )
+        for task in (LINEAR_MAP, AUTOMATA)
+        for mixer in OTHERS
+    ]
+    return Judgement(checks, verdict=most([check.holds for check in checks]))
+
+
+def most(parts: list[bool | None]) -> Verdict:
+    """Holds if more than half of the parts do, does not hold if more than half do not."""
+    half = len(parts) / 2
+    if sum(part is True for part in parts) > half:
+        return "holds"
+    if sum(part is False for part in parts) > half:
+        return "does not hold"
+    return "not settled"
+
+
+MIXER_LINEAR_MAP = Study(_mixer_linear_map, _judge_mixer_linear_map, by_setting("state size S"), "state_size")
+MIXER_AUTOMATA = Study(_mixer_automata, _judge_mixer_automata, by_setting("state size S"), "state_size")
+OTHER_MIXERS = Study(_others, _judge_others, by_setting("token mixer"), "mixer")
