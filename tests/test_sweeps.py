@@ -172,7 +172,7 @@ def test_the_name_depends_on_the_run_only():
         1,
     )
     assert explicit.name == run.name
-    assert run.name.startswith("LinearMap-state_size=4-sparsity=2-seed=1-attention-1x16x2-seed=1-")
+    assert run.name.startswith("LinearMap-state_size=4-sparsity=2-task_seed=1-attention-1x16x2-seed=1-")
     names = {each.name for each in (*tiny(attention_bias=[None, 1.0, 2.0]), *tiny(biases=False), *tiny(clip=2.0))}
     assert len(names) == 5
 

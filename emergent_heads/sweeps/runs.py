@@ -68,7 +68,7 @@ class RunSpec:
         """
         defaults = {each.name: each.default for each in fields(self.task)}  # pyright: ignore[reportArgumentType]
         told = [
-            f"{key}={value}"
+            f"{'task_seed' if key == 'seed' else key}={value}"
             for key, value in self.task.settings().items()
             if key in defaults and value != defaults[key] and isinstance(value, (int, float, str))
         ]
