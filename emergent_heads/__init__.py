@@ -16,9 +16,14 @@ _HOMES = {
     "emergent_heads.analysis.trajectories": ("head_trajectories",),
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
     "emergent_heads.checkpoints.suites": ("suite", "suites"),
+    "emergent_heads.models.attention_bias": ("AttentionBias",),
     "emergent_heads.models.hooked": ("check_intervention", "hooked"),
     "emergent_heads.models.mixers": ("Mixer", "register_mixer"),
     "emergent_heads.models.small": ("SmallModel", "SmallModelConfig", "effective_pattern"),
+    "emergent_heads.sweeps": ("RunSpec", "grid", "run_sweep"),
+    "emergent_heads.training.loop": ("train",),
+    "emergent_heads.training.run": ("Run", "open_run"),
+    "emergent_heads.training.settings": ("TrainingSettings",),
 }
 _MODULES = ("errors", "tasks")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -34,9 +39,14 @@ if TYPE_CHECKING:
     from emergent_heads.analysis.trajectories import head_trajectories
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.checkpoints.suites import suite, suites
+    from emergent_heads.models.attention_bias import AttentionBias
     from emergent_heads.models.hooked import check_intervention, hooked
     from emergent_heads.models.mixers import Mixer, register_mixer
     from emergent_heads.models.small import SmallModel, SmallModelConfig, effective_pattern
+    from emergent_heads.sweeps import RunSpec, grid, run_sweep
+    from emergent_heads.training.loop import train
+    from emergent_heads.training.run import Run, open_run
+    from emergent_heads.training.settings import TrainingSettings
 
 
 def __getattr__(name: str) -> object:
