@@ -501,8 +501,10 @@ class Train:
         _check_outputs(None, self.plot)
         _check_device(self.training.device)
         config, task, settings = self.model.make(), self.task.make(), self.training.settings()
+        from emergent_heads.sweeps.runs import check_bias
         from emergent_heads.training.loop import train
 
+        check_bias(config, settings.get("attention_bias"))  # before there is a folder
         run = train(config, task, self.out, **settings)
         print(run)
         _print_table(run.metrics.iloc[-1:])
@@ -564,6 +566,58 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Reproduces a finding of the sparse-attention paper (arXiv 2606.25010): trains, judges the claim by a rule fixed
+    before, and draws. Without a name it lists the findings with their claims.
+
+    The same line again trains only what is missing; findings in one folder share their runs.
+
+    Example: emergent-heads reproduce sparsity --scale small --out findings --workers 2
+    """
+
+    name: Annotated[tyro.conf.Positional[str | None], _unset("NAME")] = None
+    """which finding; left out, all are listed"""
+    scale: Literal["small", "paper"] = "small"
+    """small: sizes for two cores, in minutes; paper: the paper's sizes, for a GPU"""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("findings")
+    """folder for the runs, and for a folder of tables and the figure for each finding"""
+    workers: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    """runs at a time (0: one, in this process)"""
+    device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
+    """where to train, such as cuda"""
+    max_steps: Number = None
+    """stop every run here, to try a finding out"""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """list the findings with their claims"""
+
+    def run(self, line: str) -> None:
+        from emergent_heads.experiments.registry import EXPERIMENTS, find_experiment
+
+        if self.list or self.name is None:
+            for each in EXPERIMENTS.values():
+                print(f"{each.name}\n    {each.claim}")
+            return
+        find_experiment(self.name)
+        _check_device(self.device)
+        from emergent_heads.experiments.reproduce import run_experiment
+
+        finding = run_experiment(
+            self.name,
+            self.out,
+            scale=self.scale,
+            workers=self.workers,
+            device=self.device,
+            max_steps=self.max_steps,
+        )
+        _print_result(finding)
+        _say(f"tables and figure are in {finding.figure.parent}")
+        if failed := int((finding.runs["status"] == "failed").sum()):
+            raise WorkFailedError(
+                f"{failed} of {len(finding.runs)} runs failed and were left out (see {self.out}/runs/*.error.txt)"
+            )
+
+
+@dataclass(frozen=True)
 class Demo:
     """The whole job on this machine, without downloads: trains small models, finds when they learn to repeat what they
     have read, ranks their heads, and draws what a few of them recover. Takes about two minutes on two cores.
@@ -592,6 +646,7 @@ COMMANDS: dict[str, type[Command]] = {
     "rank": Rank,
     "train": Train,
     "sweep": Sweep,
+    "reproduce": Reproduce,
     "demo": Demo,
 }
 

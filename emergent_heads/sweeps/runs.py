@@ -45,9 +45,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_task(self.task))
-        bias = self.training.bias
-        if bias is not None:
-            _check_bias(self.config, bias.layers)
+        check_bias(self.config, self.training.bias)
+        if self.training.bias is not None:
             self.task.pattern()  # there must be one
 
     @property
@@ -263,8 +262,11 @@ def _as_tuple(mixer: "str | Sequence[str]") -> tuple[str, ...]:
     return (mixer,) if isinstance(mixer, str) else tuple(mixer)
 
 
-def _check_bias(config: SmallModelConfig, layers: Sequence[int] | None) -> None:
-    for layer in range(config.n_layers) if layers is None else layers:
+def check_bias(config: SmallModelConfig, bias: AttentionBias | None) -> None:
+    """Raises ArgumentError where the model has no attention for the bias, or not the layers it names."""
+    if bias is None:
+        return
+    for layer in range(config.n_layers) if bias.layers is None else bias.layers:
         if not 0 <= layer < config.n_layers:
             raise ArgumentError(f"an attention bias on layer {layer}: the model has layers 0 to {config.n_layers - 1}")
         if not issubclass(mixer_class(config.mixers[layer]), Attention):
