@@ -21,6 +21,10 @@ from emergent_heads import cli
 from emergent_heads.checkpoints.suites import PYTHIA_STEPS
 
 README = Path(__file__).parents[1] / "README.md"
+SWEEP = """
+import emergent_heads as eh
+runs = eh.grid(eh.tasks.LinearMap, state_size=4, sparsity=2, n_layers=1, d_model=16, steps=5, seed=range(2))
+"""
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -38,6 +42,7 @@ def workplace(served, tmp_path, monkeypatch):
     (tmp_path / "work" / "runs" / "mine").symlink_to(served[0].parent)
     monkeypatch.chdir(tmp_path / "work")
     pd.DataFrame({"prompt": ["5 8 2 5 8", "1 9 6 1 9"], "target": [" 2", " 6"]}).to_csv("prompts.csv", index=False)
+    Path("sweep.py").write_text(SWEEP)
     scores = {"model": ["14m"] * 3, "step": [1000, 2000, 3000], "lambada_openai": [0.1, 0.2, 0.3]}
     pd.DataFrame(scores).to_csv("scores.csv", index=False)
 
@@ -98,7 +103,7 @@ def test_python_blocks_run_in_order(workplace):
 def test_command_lines_run(workplace, capsys):
     lines = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("emergent-heads ")]
-    assert {command[0] for command in commands} >= {"suites", "emergence", "rank"}
+    assert {command[0] for command in commands} >= {"suites", "emergence", "rank", "train", "sweep", "reproduce"}
     for command in commands:
         assert cli.main(command) == 0, (command, capsys.readouterr().err)
     written = {path.name for path in Path.cwd().iterdir()}
