@@ -71,7 +71,8 @@ def more(part: str, higher: pd.DataFrame, lower: pd.DataFrame, measure: str, *, 
 def slope(part: str, runs: pd.DataFrame, event: str) -> Check:
     """Slope of log steps to an event against log `x`, one line per seed, with a bootstrap interval over seeds.
 
-    Runs that never got there count with their last step: then the slope is a lower bound.
+    Runs that never got there count with their last step: then the slope is a lower bound. Where none did, nothing is
+    settled.
     """
     steps, never = event_times(runs, event)
     table = pd.DataFrame(
@@ -79,8 +80,9 @@ def slope(part: str, runs: pd.DataFrame, event: str) -> Check:
     )
     slopes = np.array([_slope(group) for _, group in table.groupby("seed") if group["x"].nunique() > 1])
     n = len(slopes)
-    if n < LEAST_SEEDS:
-        return Check(part, None, NAN, NAN, NAN, n, f"{part}: only {n} seeds")
+    if n < LEAST_SEEDS or never.all():
+        reason = f"only {n} seeds" if n < LEAST_SEEDS else "no run got there"
+        return Check(part, None, NAN, NAN, NAN, n, f"{part}: {reason}")
     interval = bootstrap_mean(slopes, seed=0)
     says = f"{part}: slope {interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
     if never.any():

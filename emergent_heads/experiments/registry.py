@@ -28,6 +28,7 @@ class Experiment:
         claim: what the paper says, in one sentence.
         rule: what makes the claim hold or not, fixed before the runs.
         home: module and name of the `Study` that does the work.
+        notes: how scale "small" differs from what the paper did, and what else was tried.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Experiment:
     claim: str
     rule: str
     home: str
+    notes: str = ""
 
     def study(self) -> "Study":
         """The runs, the judgement and the figure; imports torch."""

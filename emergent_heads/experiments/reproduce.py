@@ -91,7 +91,7 @@ def run_experiment(
     folder = Path(out) / name
     check_writable(folder / "arms.csv")
     from emergent_heads.experiments.recipes import Recipes
-    from emergent_heads.experiments.study import arms_table, runs_table
+    from emergent_heads.experiments.study import arms_table, runs_table, settings_of
     from emergent_heads.sweeps import run_sweep
 
     study = experiment.study()
@@ -103,7 +103,7 @@ def run_experiment(
     judgement = study.judge(runs, Path(out) / RUNS)
     finding = Finding(
         table=arms_table(runs, study.varied) if judgement.table is None else judgement.table,
-        about={"max_steps": max_steps},
+        about={"scale": scale, "max_steps": max_steps, "settings": settings_of(arms)},
         name=name,
         title=experiment.title,
         claim=experiment.claim,

@@ -140,6 +140,16 @@ def restricted_steps(rows: pd.DataFrame, event: str) -> Interval:
     return restricted_mean(*event_times(rows, event), float(rows["steps"].min()), seed=0)
 
 
+def settings_of(arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
+    """Per task, the settings that all of its runs share."""
+    shared = {}
+    for task in dict.fromkeys(arm.task for arm in arms):
+        columns = pd.DataFrame([run.columns for arm in arms if arm.task == task for run in arm.runs])
+        same = [name for name in columns if columns[name].map(repr).nunique() == 1]
+        shared[task] = {name: columns[name].iloc[0] for name in same}
+    return shared
+
+
 def select(runs: pd.DataFrame, **values: object) -> pd.DataFrame:
     """The rows with these values that were trained."""
     chosen = runs["status"] != "failed"

@@ -1,0 +1,174 @@
+"""The page of all findings, made from what the experiments kept."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from emergent_heads.errors import NoCheckpointsError
+from emergent_heads.experiments.registry import EXPERIMENTS, Experiment
+from emergent_heads.experiments.reproduce import Finding, read_finding
+from emergent_heads.storage import atomic_path
+
+_INTRODUCTION = """\
+# Findings about sparse attention, reproduced
+
+The claims are those of "Emergent Capabilities Arise Randomly from Learning Sparse Attention Patterns"
+(arXiv 2606.25010). Each was tried with `emergent-heads reproduce NAME`, at a size that two cores can do (`--scale
+small`); the same command with `--scale paper` carries the paper's sizes, for a GPU. This page is made from the saved
+tables by `emergent_heads.experiments.report.write_page`.
+
+A verdict follows from a rule that is stated with it. An interval is a 95 % bootstrap interval over seeds; with three
+seeds it is hardly more than the range of the seeds, so "holds" then means that all three agree. Steps are restricted
+means: a run that never got there counts with its last step. "Does not hold" and "not settled" are said of these
+models at these sizes, not of the paper's.
+"""
+_SETTINGS = (
+    "state_size",
+    "sparsity",
+    "states",
+    "symbols",
+    "rules",
+    "mixer",
+    "n_layers",
+    "d_model",
+    "n_heads",
+    "d_head",
+    "d_mlp",
+    "positions",
+    "steps",
+    "learning_rate",
+    "betas",
+    "weight_decay",
+    "warmup_steps",
+    "schedule",
+    "tokens_per_batch",
+    "evaluate_every",
+    "solved_at",
+)
+
+
+def write_page(results: Path | str, page: Path | str) -> Path:
+    """Writes the page of all experiments that were finished in `results`, and their figures beside it.
+
+    Args:
+        results: the `out` folder of `run_experiment`.
+        page: Markdown file; figures go to `images/findings/` in its folder.
+
+    Raises:
+        NoCheckpointsError: no experiment was finished there.
+    """
+    results, page = Path(results), Path(page)
+    findings = [
+        (experiment, read_finding(results / name))
+        for name, experiment in EXPERIMENTS.items()
+        if (results / name / "finding.json").is_file()
+    ]
+    if not findings:
+        raise NoCheckpointsError(f"{results} holds no finished experiment; run one first")
+    images = page.parent / "images" / "findings"
+    images.mkdir(parents=True, exist_ok=True)
+    for experiment, finding in findings:
+        shutil.copyfile(finding.figure, images / f"{experiment.name}.png")
+    with atomic_path(page) as temporary:
+        temporary.write_text("\n".join(_page(findings)).rstrip() + "\n")
+    return page
+
+
+def _page(findings: Sequence[tuple[Experiment, Finding]]) -> Iterator[str]:
+    yield _INTRODUCTION
+    overview = pd.DataFrame(
+        {
+            "finding": f"[{experiment.title}](#{experiment.name})",
+            "verdict": finding.verdict,
+            "runs": finding.runs["run"].nunique(),
+            "seeds": _seeds(finding),
+            "seconds of training": round(finding.seconds),
+        }
+        for experiment, finding in findings
+    )
+    yield markdown_table(overview)
+    yield "Seconds are of one core, all runs together; runs that experiments share are counted in each of them.\n"
+    for number, (experiment, finding) in enumerate(findings, start=1):
+        yield from _section(number, experiment, finding)
+
+
+def _section(number: int, experiment: Experiment, finding: Finding) -> Iterator[str]:
+    yield f'<a id="{experiment.name}"></a>\n'
+    yield f"## {number}. {experiment.title}: {finding.verdict}\n"
+    yield f"**Claim.** {finding.claim}\n"
+    yield f"**Rule.** {finding.rule}\n"
+    for holds, says, n_seeds in zip(*(finding.checks[name] for name in ("holds", "says", "n_seeds")), strict=True):
+        yield f"- {_said(holds)}: {says} ({n_seeds} seeds)"
+    yield f"\n![{experiment.title}](images/findings/{experiment.name}.png)\n"
+    yield markdown_table(_short_table(finding.table))
+    failed = int((finding.runs["status"] == "failed").sum())
+    trained = f"{finding.runs['run'].nunique()} runs, {finding.seconds:.0f} seconds of one core"
+    yield f"**Sizes.** {trained}{f', {failed} failed' if failed else ''}. {_settings(finding.about)}\n"
+    if experiment.notes:
+        yield f"**Differences from the paper, and what was tried.** {experiment.notes}\n"
+
+
+def _said(holds: object) -> str:
+    return {"True": "yes", "False": "no"}.get(str(holds), "not settled")
+
+
+def _seeds(finding: Finding) -> str:
+    counts = finding.checks["n_seeds"]
+    low, high = int(counts.min()), int(counts.max())
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _settings(about: Mapping[str, Any]) -> str:
+    told = [
+        f"{task.capitalize()}: " + ", ".join(f"{name} {shared[name]}" for name in _SETTINGS if name in shared)
+        for task, shared in about["settings"].items()
+    ]
+    return ". ".join(told) + "."
+
+
+def _short_table(table: pd.DataFrame) -> pd.DataFrame:
+    """The table of arms in few columns; a table of an experiment's own as it is."""
+    if "restricted_mean_step_solved" not in table:
+        return table
+    found = table.iloc[:, :3].rename(columns={table.columns[2]: table.columns[2].replace("_", " ")})
+    found["solved"] = [f"{solved} of {n}" for solved, n in zip(table["n_solved"], table["n_seeds"], strict=True)]
+    for event, title in (("step_solved", "steps to solve"), ("step_left_plateau", "steps to leave the plateau")):
+        name = f"restricted_mean_{event}"
+        found[title] = [
+            _interval(*values, digits=0) for values in zip(*(table[f"{name}{end}"] for end in _ENDS), strict=True)
+        ]
+    found["share learned"] = [
+        _interval(*values, digits=2) for values in zip(*(table[f"share_learned{end}"] for end in _ENDS), strict=True)
+    ]
+    found["parameters"] = table["n_parameters"]
+    if found["setting"].isna().all() or (found["setting"] == "").all():
+        found = found.drop(columns="setting")
+    return found
+
+
+_ENDS = ("", "_low", "_high")
+
+
+def _interval(value: float, low: float, high: float, *, digits: int) -> str:
+    if pd.isna(low):
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def markdown_table(table: pd.DataFrame) -> str:
+    """A Markdown table; numbers that are not whole with three digits, missing values as a dash."""
+    lines = ["| " + " | ".join(map(str, table.columns)) + " |", "|" + " --- |" * len(table.columns)]
+    for row in table.itertuples(index=False):
+        lines.append("| " + " | ".join(map(_cell, row)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        if pd.isna(value):
+            return "-"
+        return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
+    return str(value).replace("|", "\\|")
