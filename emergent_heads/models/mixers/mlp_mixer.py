@@ -33,8 +33,8 @@ class MLPMixer(Mixer):
     Hooks: `hook_pre`, `hook_post` `[row, pos, unit, d_model]`, the units before and after the GELU.
 
     Attributes:
-        hidden_units: units of each position. With one, or with a linear map, the linear map task (S = 16) is not
-            learned in 1,500 steps; with 8 it is learned faster than by attention.
+        hidden_units: units of each position. On the linear map (S = 16, one layer, learning rate 1e-3, one seed) eight
+            solved all 16 output bits in 900 steps, and one solved 10 in 1,200 and no more by 1,500.
         read_weight: `[context * hidden_units, context]`, from positions to units. What stands above the diagonal is
             never used.
         write_weight: `[context, context * hidden_units]`, from units to positions.
@@ -136,7 +136,7 @@ class LinearMixer(Mixer):
     """One learned lower-triangular matrix over positions for each head: attention whose pattern is a parameter.
 
     The matrix has entries of any size and sign, and rows that need not sum to 1. Shorter sequences take its upper left
-    corner. It can be patched as a pattern.
+    corner. It can be patched as a pattern. One layer of it solved no bit of the linear map (S = 16) in 1,500 steps.
 
     Hooks: `hook_v`, `hook_z` `[row, pos, head, d_head]`, `hook_pattern` `[row, head, dest, src]`.
 
