@@ -1,15 +1,15 @@
 """One optimiser step of a small model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emergent_heads.models.small import SmallModel, SmallModelConfig
-from emergent_heads.tasks.task import SequenceTask
+from emergent_heads.tasks.task import SequenceBatch, SequenceTask
 from emergent_heads.training.evaluation import autocast, next_token_losses
 from emergent_heads.training.settings import TrainingSettings
 
@@ -45,6 +45,11 @@ class Plan:
         pattern = task.pattern().to(device) if settings.bias is not None else None
         return cls(config.for_task(task), task, settings, device, pattern)
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences in a batch."""
+        return self.settings.batch_size(self.task)
+
     def identity(self, seed: int) -> dict[str, Any]:
         """What makes two runs the same run, as plain values for a manifest."""
         return {
@@ -58,7 +63,7 @@ class Plan:
         """What else a reader of the run wants to know, for the manifest."""
         return {
             "device": str(self.device),
-            "sequences_per_batch": self.settings.batch_size(self.task),
+            "sequences_per_batch": self.batch_size,
             "plateau": self.task.plateau,
             "floor": self.task.floor,
         }
@@ -85,28 +90,30 @@ class Learner:
 
     def __init__(self, plan: Plan, seed: int, model: SmallModel, moments: Mapping[str, Tensor], step: int) -> None:
         """Takes a model after `step` steps, with `moments` empty after none."""
-        self.plan = plan
-        self.seed = seed
-        self.model = model
-        self._n = plan.settings.batch_size(plan.task)
+        self.plan, self.seed, self.model = plan, seed, model
         self._parameters = list(model.parameters())
         plan.put_bias(model, step)
-        self._optimizer = adamw(dict(model.named_parameters()), plan.settings)
-        self.moments = set_moments(self._optimizer, dict(model.named_parameters()), moments, step)
-
-    def write_back(self) -> None:
-        """Nothing to do: model and moments are trained in place."""
+        self._optimizer = _adamw(self._parameters, plan.settings)
+        self.moments = self._set_moments(moments, step)
 
     def advance(self, step: int) -> Float[Tensor, ""]:
-        """The step that follows `step` steps; gives its training loss before the update."""
-        settings = self.plan.settings
-        batch = self.plan.task.batch(self._n, seed=self.seed, step=step, device=self.plan.device)
-        with autocast(self.plan.device, settings.dtype):
+        """The step that follows `step` steps; gives the training loss before the update."""
+        batch = self.batch(step)
+        with autocast(self.plan.device, self.plan.settings.dtype):
             logits = self.model(batch.tokens[:, :-1])
-        counts = batch.loss_mask[:, 1:]
-        loss = (next_token_losses(logits, batch.tokens) * counts).sum() / counts.sum()
+        loss = training_loss(logits, batch.tokens, batch.loss_mask)
         self._optimizer.zero_grad()
         loss.backward()
+        self.update(step)
+        return loss.detach()
+
+    def batch(self, step: int) -> SequenceBatch:
+        """The training data of the step that follows `step` steps."""
+        return self.plan.task.batch(self.plan.batch_size, seed=self.seed, step=step, device=self.plan.device)
+
+    def update(self, step: int) -> None:
+        """Changes the weights after `step` steps by their gradients, and the attention bias with them."""
+        settings = self.plan.settings
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, settings.clip)
         for group in self._optimizer.param_groups:
@@ -114,33 +121,36 @@ class Learner:
         self._optimizer.step()
         if settings.bias is not None and settings.bias.changes_at(step + 1):
             self.plan.put_bias(self.model, step + 1)
-        return loss.detach()
+
+    def _set_moments(self, moments: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Gives the optimizer its running means after `step` steps, zeros where there are none."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            state = {"step": torch.tensor(float(step), device=parameter.device)}
+            for mean in ("exp_avg", "exp_avg_sq"):
+                known = moments.get(f"{name}.{mean}")
+                state[mean] = (
+                    torch.zeros_like(parameter, requires_grad=False) if known is None else known.to(parameter)
+                )
+                found[f"{name}.{mean}"] = state[mean]
+            self._optimizer.state[parameter] = state
+        return found
 
 
-def adamw(parameters: Mapping[str, Tensor], settings: TrainingSettings, *, stacked: bool = False) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; `stacked` parameters have one dimension more."""
-    matrices = [tensor for tensor in parameters.values() if tensor.ndim > 1 + stacked]
-    others = [tensor for tensor in parameters.values() if tensor.ndim <= 1 + stacked]
+def training_loss(
+    logits: Float[Tensor, "*run row pos vocabulary"],
+    tokens: Int[Tensor, "*run row pos+1"],
+    loss_mask: Bool[Tensor, "*run row pos+1"],
+) -> Float[Tensor, "*run"]:
+    """Mean loss in nats over the tokens that count."""
+    counts = loss_mask[..., 1:]
+    return (next_token_losses(logits, tokens) * counts).sum((-2, -1)) / counts.sum((-2, -1))
+
+
+def _adamw(parameters: Sequence[nn.Parameter], settings: TrainingSettings) -> torch.optim.AdamW:
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, betas=settings.betas, fused=True
-    )
-
-
-def set_moments(
-    optimizer: torch.optim.AdamW, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor], step: int
-) -> dict[str, Tensor]:
-    """Gives the optimizer its running means after `step` steps, zeros where there are none; returns them by name."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        state = {"step": torch.tensor(float(step), device=parameter.device)}
-        for mean in ("exp_avg", "exp_avg_sq"):
-            state[mean] = torch.zeros_like(parameter, requires_grad=False)
-            if (known := moments.get(f"{name}.{mean}")) is not None:
-                state[mean].copy_(known)
-            found[f"{name}.{mean}"] = state[mean]
-        optimizer.state[parameter] = state
-    return found
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)

@@ -2,24 +2,22 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from emergent_heads.errors import OutputError
-from emergent_heads.models.small import SmallModel, SmallModelConfig
-from emergent_heads.tasks.task import SequenceBatch, SequenceTask
-from emergent_heads.training.evaluation import evaluate, is_solved
-from emergent_heads.training.folder import History, ResumePoint, RunFolder, RunStatus
-from emergent_heads.training.learner import Learner, Plan
+from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.tasks.task import SequenceTask
+from emergent_heads.training.folder import RunFolder
+from emergent_heads.training.learner import Plan
 from emergent_heads.training.reporting import OnStep, Reporter
 from emergent_heads.training.run import Run
 from emergent_heads.training.settings import TrainingSettings
+from emergent_heads.training.track import Track
 
 SAVE_EVERY_SECONDS = 30.0
 
@@ -79,108 +77,9 @@ def train(
         if folder.status() not in (None, "unfinished"):  # another process has finished it meanwhile
             return Run.open(folder.path)
         track = Track.start_or_resume(plan, folder, seed)
-        reporter = Reporter(folder.path.name, plan, [track], on_step=on_step, wandb=wandb, progress=progress)
-        learner = Learner(plan, seed, track.model, track.moments, track.history.step)
-        track.moments = learner.moments
-        with reporter:
-            train_together(learner, [track], plan.settings.steps, reporter, save_every_seconds)
+        with Reporter(folder.path.name, [track], on_step=on_step, wandb=wandb, progress=progress) as reporter:
+            train_together(track.learner(), [track], plan.settings.steps, reporter, save_every_seconds)
     return Run.open(folder.path)
-
-
-@dataclass(eq=False)
-class Track:
-    """One run while it is trained.
-
-    Attributes:
-        plan, folder, seed: what it is.
-        held_out: its held-out sequences.
-        model: with the weights of the step that `history` is at, whenever the learner has written them back.
-        moments: the optimizer's running means at that step.
-        history: what was measured of it.
-        status: "unfinished" until it ends.
-        diverged_step: first step at which something was not finite.
-    """
-
-    plan: Plan
-    folder: RunFolder
-    seed: int
-    held_out: SequenceBatch
-    model: SmallModel
-    moments: dict[str, Tensor]
-    history: History
-    status: RunStatus = "unfinished"
-    diverged_step: int | None = None
-    _clock: float = field(default_factory=time.perf_counter)
-
-    @classmethod
-    def start_or_resume(cls, plan: Plan, folder: RunFolder, seed: int) -> "Track":
-        """The run in the folder, or a new one; the folder is locked."""
-        n = plan.settings.held_out_size(plan.task)
-        # Drawn on the CPU, so that a run on any device is measured by the same sequences.
-        batch = plan.task.batch(n, seed=seed, split="held-out")
-        held_out = SequenceBatch(
-            batch.tokens.to(plan.device), batch.loss_mask.to(plan.device), batch.answer_mask.to(plan.device)
-        )
-        model = plan.new_model(seed)
-        folder.clear_leftovers()
-        point = folder.resume_point() if folder.status() == "unfinished" else None
-        if point is None:
-            folder.begin(plan.about(), plan.pattern)
-            return cls(plan, folder, seed, held_out, model, {}, History())
-        model.load_state_dict(point.weights)
-        return cls(plan, folder, seed, held_out, model, point.moments, point.history)
-
-    @property
-    def is_answer(self) -> np.ndarray:
-        """`[pos]`, whether each token but the first is an answer in any held-out sequence."""
-        return self.held_out.answer_mask[:, 1:].any(dim=0).cpu().numpy()
-
-    def passed(self, step: int, losses: Sequence[float]) -> None:
-        """Notes steps that were done, up to `step`, by their training losses."""
-        now = time.perf_counter()
-        self.history.seconds += now - self._clock
-        self.history.step = step
-        self.history.train_losses += losses
-        self._clock = now
-
-    def measure(self, *, keep: bool) -> dict[str, float]:
-        """Evaluates the model at the present step, keeps it as a checkpoint if asked to, and ends a run that is over.
-
-        Returns:
-            The row of the metrics.
-        """
-        plan, history, settings = self.plan, self.history, self.plan.settings
-        lost = history.first_lost_step()
-        evaluation = evaluate(self.model, self.held_out, rows=settings.batch_size(plan.task), dtype=settings.dtype)
-        row = history.add(
-            evaluation,
-            tokens=history.step * settings.batch_size(plan.task) * plan.task.length,
-            learning_rate=settings.learning_rate_at(max(0, history.step - 1)),
-            attention_bias=settings.bias.strength_at(history.step) if settings.bias else 0.0,
-        )
-        if lost is not None or not evaluation.finite or not _is_finite(self.model):
-            self.status, self.diverged_step = "diverged", lost or history.step
-            return row
-        if history.solved_step is None and is_solved(
-            evaluation, plateau=plan.task.plateau, floor=plan.task.floor, solved_at=settings.solved_at
-        ):
-            history.solved_step = history.step
-        if history.step == settings.steps:
-            self.status = "finished"
-        elif settings.stop_when_solved and history.solved_step is not None:
-            self.status = "solved"
-        if keep or self.status != "unfinished":
-            self.folder.save_checkpoint(history.step, self.model.state_dict())
-        return row
-
-    def save(self) -> None:
-        """Writes the point to go on from, or the end of the run."""
-        if self.status == "unfinished":
-            point = ResumePoint(self.model.state_dict(), self.moments, self.history)
-            self.folder.save_resume_point(point, self.is_answer)
-        else:
-            about = {**self.plan.about(), "diverged_step": self.diverged_step}
-            self.folder.finish(self.status, about, self.history, self.is_answer)
 
 
 def train_together(
@@ -189,8 +88,7 @@ def train_together(
     """Trains runs that are at the same step up to step `until`, or until one of them ends.
 
     Args:
-        learner: has `advance(step)`, which gives the losses, one per run, and `write_back()`, which makes the models
-            and moments of the tracks current.
+        learner: has `advance(step)`, which trains the tracks' models in place and gives the losses, one per run.
         tracks: the runs.
         until: step to stop at.
         reporter: of progress.
@@ -209,7 +107,6 @@ def train_together(
     def flush(step: int) -> None:
         losses = torch.stack(pending).view(len(pending), len(tracks)).T.tolist() if pending else [[]] * len(tracks)
         pending.clear()
-        learner.write_back()
         for track, of_track in zip(tracks, losses, strict=True):
             track.passed(step, of_track)
 
@@ -245,7 +142,3 @@ def _save_unfinished(tracks: Sequence[Track]) -> None:
         # Losses that are not finite are left to the next evaluation, which ends the run.
         if track.status == "unfinished" and track.history.first_lost_step() is None:
             track.save()
-
-
-def _is_finite(model: SmallModel) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in model.parameters())

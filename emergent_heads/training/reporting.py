@@ -1,17 +1,14 @@
 """What a training tells while it runs: a progress bar, callbacks, and wandb where it is asked for."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.small import SmallModel
-from emergent_heads.training.learner import Plan
-
-if TYPE_CHECKING:
-    from emergent_heads.training.loop import Track
+from emergent_heads.training.track import Track
 
 OnStep = Callable[[int, SmallModel, Tensor], object]
 """Called after a step with (steps done, model, training loss before the update)."""
@@ -23,15 +20,15 @@ class Reporter:
     def __init__(
         self,
         name: str,
-        plan: Plan,
-        tracks: "Sequence[Track]",
+        tracks: Sequence[Track],
         *,
         on_step: OnStep | Iterable[OnStep] = (),
         wandb: Any = None,
         progress: bool = True,
     ) -> None:
         """Takes what `train` takes; callbacks get the model of the first track."""
-        self._name, self._plan, self._tracks, self._progress = name, plan, tracks, progress
+        self._name, self._tracks, self._progress = name, tracks, progress
+        self._plan = tracks[0].plan
         self._callbacks = [on_step] if callable(on_step) else list(on_step)
         self._wandb, self._wandb_is_ours = wandb, False
         self._bar: Any = None
@@ -39,12 +36,13 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if isinstance(self._wandb, str):
             self._wandb, self._wandb_is_ours = self._begin_wandb(self._wandb), True
+        options: dict[str, Any] = {} if self._progress else {"disable": True}  # else as TQDM_DISABLE says
         self._bar = tqdm(
             total=self._plan.settings.steps,
             initial=min(track.history.step for track in self._tracks),
             desc=self._name,
             unit="step",
-            disable=not self._progress,
+            **options,
         )
         return self
 
@@ -59,7 +57,7 @@ class Reporter:
         for callback in self._callbacks:
             callback(step, self._tracks[0].model, loss)
 
-    def evaluated(self, track: "Track", row: dict[str, float]) -> None:
+    def evaluated(self, track: Track, row: dict[str, float]) -> None:
         """A run has a new row of metrics."""
         self._bar.set_postfix(loss=f"{row['loss_nats']:.4f}", accuracy=f"{row['accuracy']:.3f}", refresh=False)
         if self._wandb is not None:
