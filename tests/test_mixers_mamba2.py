@@ -75,12 +75,19 @@ def test_chunks_are_the_recurrence_however_strong_the_decay(chunk_size):
     torch.manual_seed(0)
     x = torch.randn(2, 19, 3, 4, dtype=torch.double)
     b, c = torch.randn(2, 2, 19, 5, dtype=torch.double)
-    log_decay = -torch.rand(2, 19, 3, dtype=torch.double) * torch.tensor([0.01, 1.0, 300.0], dtype=torch.double)
+    dt = torch.rand(2, 19, 3, dtype=torch.double)
+    a, d = -torch.tensor([0.01, 1.0, 3000.0], dtype=torch.double), torch.randn(3, dtype=torch.double)
     state, outputs = torch.zeros(2, 3, 4, 5, dtype=torch.double), []
     for t in range(19):
-        state = log_decay[:, t, :, None, None].exp() * state + x[:, t, :, :, None] * b[:, t, None, None]
-        outputs.append(torch.einsum("rhps,rs->rhp", state, c[:, t]))
-    torch.testing.assert_close(chunked_recurrence(x, log_decay, b, c, chunk_size), torch.stack(outputs, 1))
+        decay, write = (dt[:, t] * a).exp(), dt[:, t, :, None] * x[:, t]
+        state = decay[..., None, None] * state + write[..., None] * b[:, t, None, None]
+        outputs.append(torch.einsum("rhps,rs->rhp", state, c[:, t]) + d[:, None] * x[:, t])
+    arguments = (x, dt, a, b, c, d)
+    for argument in arguments:
+        argument.requires_grad_()
+    output = chunked_recurrence(*arguments, chunk_size)
+    torch.testing.assert_close(output, torch.stack(outputs, 1))
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), arguments))
 
 
 def test_no_output_depends_on_a_later_token():

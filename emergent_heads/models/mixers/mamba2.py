@@ -42,17 +42,17 @@ class Mamba2(Mixer):
         config: "SmallModelConfig",
         layer: int,
         *,
-        state_size: int = 64,
+        state_size: int = 32,
         expand: int = 2,
         kernel_size: int = 4,
-        chunk_size: int = 64,
+        chunk_size: int = 32,
     ) -> None:
         """Makes it.
 
         Args:
             config: of the model; its `n_heads` are the heads.
             layer: which layer it is in.
-            state_size: columns of each head's state, 64 to 256 in the paper.
+            state_size: columns of each head's state; 64 to 256 in the paper, for models of ten times the width.
             expand: the size of a head is this many times the model's `d_head`.
             kernel_size: positions that the convolution sees.
             chunk_size: positions in a chunk; a matter of speed only.
@@ -93,7 +93,7 @@ class Mamba2(Mixer):
     def forward(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
         gate = functional.silu(self.hook_gate_input(self.gate(x)))
         x, b, c, dt = self._selected(x)
-        y = self.hook_recurrence_out(self._recurrence(x, b, c, dt) + x * self.D[:, None])
+        y = self.hook_recurrence_out(self._recurrence(x, b, c, dt))
         normed = functional.rms_norm(y.flatten(2) * gate, (self.width,), self.norm_weight, eps=1e-5)
         return self.out(self.hook_z(normed))
 
@@ -116,11 +116,11 @@ class Mamba2(Mixer):
 
     def _recurrence(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> Tensor:
         if not listened_to(self.hook_ssm_decay, self.hook_ssm_write, self.hook_ssm_state):
-            return chunked_recurrence(x * dt[..., None], dt * self._a(), b, c, self.chunk_size)
+            return chunked_recurrence(x, dt, self._a(), b, c, self.D, self.chunk_size)
         decay = self.hook_ssm_decay((dt * self._a()).exp())
         write = self.hook_ssm_write((x * dt[..., None])[..., None] * b[:, :, None, None])
         states = self.hook_ssm_state(linear_recurrence(decay[..., None, None], write))
-        return (states @ c[:, :, None, :, None]).squeeze(-1)
+        return (states @ c[:, :, None, :, None]).squeeze(-1) + x * self.D[:, None]
 
     def _a(self) -> Tensor:
         return -self.A_log.exp()
@@ -128,36 +128,51 @@ class Mamba2(Mixer):
 
 def chunked_recurrence(
     x: Float[Tensor, "row pos head size"],
-    log_decay: Float[Tensor, "row pos head"],
+    dt: Float[Tensor, "row pos head"],
+    a: Float[Tensor, " head"],
     b: Float[Tensor, "row pos state"],
     c: Float[Tensor, "row pos state"],
+    d: Float[Tensor, " head"],
     chunk_size: int,
 ) -> Float[Tensor, "row pos head size"]:
-    """`h[t] c[t]` with `h[t] = exp(log_decay[t]) h[t-1] + x[t] b[t]^T` for each head, in chunks of positions.
+    """`h[t] c[t] + d x[t]` with `h[t] = exp(dt[t] a) h[t-1] + dt[t] x[t] b[t]^T` for each head, chunk by chunk.
 
     Section 6 of the Mamba-2 paper. Exponents are differences of sums within one chunk and never positive.
     """
-    length, heads = x.shape[1:3]
+    length, heads, size = x.shape[1:]
     chunk_size = min(chunk_size, length)
     if padding := -length % chunk_size:  # positions after the last, which no earlier one sees
-        x, log_decay = functional.pad(x, (0, 0, 0, 0, 0, padding)), functional.pad(log_decay, (0, 0, 0, padding))
-        b, c = functional.pad(b, (0, 0, 0, padding)), functional.pad(c, (0, 0, 0, padding))
-    x, log_decay, b, c = (each.unflatten(1, (-1, chunk_size)) for each in (x, log_decay, b, c))
-    sums = log_decay.float().cumsum(2) if log_decay.dtype == torch.bfloat16 else log_decay.cumsum(2)
+        x, dt, b, c = (functional.pad(each, (0, 0) * (each.ndim - 2) + (0, padding)) for each in (x, dt, b, c))
+    x, dt, b, c = (each.unflatten(1, (-1, chunk_size)) for each in (x, dt, b, c))
+    log_decay = (dt * a).cumsum(2)  # since the chunk began, [row, chunk, pos, head]
 
-    y = _within_chunks(x, sums, b, c)
+    pattern = _pattern_within_chunks(log_decay.transpose(2, 3), dt.transpose(2, 3), b, c, d)
+    y = (pattern @ x.transpose(2, 3)).transpose(2, 3)
     if x.shape[1] > 1:
-        # [row, chunk, state, head * size]: what each chunk adds to the state at its end, then the state there.
-        added = b.mT @ (x * (sums[:, :, -1:] - sums).exp()[..., None]).flatten(3)
-        decay = sums[:, :, -1].exp().repeat_interleave(x.shape[-1], -1)[:, :, None]
-        before = functional.pad(linear_recurrence(decay, added)[:, :-1], (0, 0, 0, 0, 1, 0))
-        y = y + (c @ before).unflatten(-1, (heads, -1)) * sums.exp()[..., None]
+        # What each chunk adds to the state at its end, then the state there, [row, chunk, state, head * size].
+        left_at_end = _decay(log_decay[:, :-1, -1:] - log_decay[:, :-1])
+        added = b[:, :-1].mT @ (x[:, :-1] * (left_at_end * dt[:, :-1])[..., None]).flatten(3)
+        decay = _decay(log_decay[:, :-1, -1]).repeat_interleave(size, -1)
+        read = c[:, 1:] @ linear_recurrence(decay[:, :, None], added)
+        from_earlier = read.unflatten(-1, (heads, size)) * _decay(log_decay[:, 1:])[..., None]
+        y = torch.cat([y[:, :1], y[:, 1:] + from_earlier], 1)
     return y.flatten(1, 2)[:, :length]
 
 
-def _within_chunks(x: Tensor, sums: Tensor, b: Tensor, c: Tensor) -> Float[Tensor, "row chunk pos head size"]:
-    sums = sums.transpose(2, 3)
-    later = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=x.device).triu(1)
-    decays = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, float("-inf")).exp()
-    pattern = (c @ b.mT)[:, :, None] * decays  # [row, chunk, head, dest, src]
-    return (pattern @ x.transpose(2, 3)).transpose(2, 3)
+def _pattern_within_chunks(
+    log_decay: Float[Tensor, "row chunk head pos"],
+    dt: Float[Tensor, "row chunk head pos"],
+    b: Float[Tensor, "row chunk pos state"],
+    c: Float[Tensor, "row chunk pos state"],
+    d: Float[Tensor, " head"],
+) -> Float[Tensor, "row chunk head dest src"]:
+    """What a position takes of the positions of its chunk, with d on the diagonal for the skip."""
+    # The mask is cheaper on c b^T, which the heads share; what it removes is finite.
+    decayed = _decay(log_decay[..., :, None] - log_decay[..., None, :]) * dt[..., None, :]
+    skip = torch.eye(dt.shape[-1], device=d.device, dtype=d.dtype) * d[:, None, None]
+    return torch.addcmul(skip, (c @ b.mT).tril()[:, :, None], decayed)
+
+
+def _decay(exponent: Tensor) -> Tensor:
+    """`exp(exponent)`, at most 1, and not below exp(-60), where a CPU gets slow and nothing is left to see anyway."""
+    return exponent.clamp(-60.0, 0.0).exp()
