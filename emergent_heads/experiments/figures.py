@@ -64,8 +64,9 @@ def panels(runs: pd.DataFrame, varied: str, measure: str, *, log: bool = True) -
 
 
 def _panel(axes: "Axes", runs: pd.DataFrame, settings: Sequence[str], measure: str, *, log: bool) -> None:
-    values = list(dict.fromkeys(runs["x"])) if runs["x"].dtype == object else sorted(runs["x"].unique())
-    named = not all(isinstance(value, (int, float, np.integer, np.floating)) for value in values)
+    values = list(dict.fromkeys(runs["x"]))
+    named = any(isinstance(value, str) for value in values)
+    values = values if named else sorted(values)
     places = {value: float(index if named or log else value) for index, value in enumerate(values)}
     present = [setting for setting in settings if (runs["setting"] == setting).any()]
     never = _never_height(runs, measure)

@@ -1,18 +1,22 @@
 """Finding 11: at a fixed configuration, which seeds solve the task, and when, is random."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
 from emergent_heads.experiments.comparisons import NAN
-from emergent_heads.experiments.figures import by_setting
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Check, Judgement, Study, select
+from emergent_heads.plots import BLUE, style
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.statistics import Interval
 from emergent_heads.sweeps import event_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 N_SEEDS = 10
 SAME = 1.1
@@ -57,4 +61,23 @@ def spread_factor(steps: Float[np.ndarray, " seed"], *, level: float = 0.95, n_r
     return Interval(float(np.exp(logs.std(ddof=1))), float(low), float(high))
 
 
-SEEDS = Study(_arms, _judge, by_setting(""), "configuration")
+def _draw(runs: pd.DataFrame, _: Judgement) -> "Figure":
+    """Share of the seeds that have solved the task by each step."""
+    import matplotlib.pyplot as plt
+
+    with style():
+        figure, grid = plt.subplots(1, 2, figsize=(7.2, 3.1), sharey=True)
+        plt.close(figure)
+        for axes, task in zip(grid, (LINEAR_MAP, AUTOMATA), strict=True):
+            steps, never = event_times(select(runs, task=task), "step_solved")
+            solved = np.sort(steps[~never])
+            share = np.arange(1, len(solved) + 1) / max(1, len(steps))
+            ends = np.concatenate([[0.0], solved, [steps.max() if len(steps) else 1.0]])
+            axes.step(ends, np.concatenate([[0.0], share, share[-1:] if len(share) else [0.0]]), where="post")
+            axes.plot(solved, share, "o", color=BLUE)
+            axes.set(title=task, xlabel="training step", xlim=(0, None), ylim=(-0.03, 1.03))
+        grid[0].set_ylabel(f"share of {N_SEEDS} seeds that have solved it")
+    return figure
+
+
+SEEDS = Study(_arms, _judge, _draw, "configuration")
