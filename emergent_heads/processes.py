@@ -6,10 +6,12 @@ not say which job it was. Here a process that dies costs its own job only, and t
 
 import importlib
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
@@ -175,6 +177,7 @@ def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
     """What a process does: one job after the other, until the other end of the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is open is put away
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         import torch
 
@@ -201,6 +204,14 @@ def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
             connection.send(answer)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             connection.send((False, RuntimeError(f"what the job returned cannot be pickled: {error}")))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent is gone, even one that was killed: nobody waits for the job any more."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def load_module(name: str, file: Path | None = None) -> ModuleType:

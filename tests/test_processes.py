@@ -60,6 +60,21 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
+def test_processes_do_not_outlive_a_killed_parent():
+    script = (
+        "import os, signal\n"
+        "from emergent_heads.processes import LocalProcesses\n"
+        "if __name__ == '__main__':\n"
+        "    processes = LocalProcesses(1)\n"
+        "    processes.submit(int).result()\n"
+        "    processes.submit(signal.pause)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # The process holds the other end of stdout, so its end is what `run` waits for.
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
 def test_modules_outside_the_import_path_are_run_once_from_their_file(tmp_path):
     file = tmp_path / "anything.py"
     file.write_text("made = []")
