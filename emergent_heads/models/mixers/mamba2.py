@@ -155,7 +155,8 @@ def chunked_recurrence(
         decay = _decay(log_decay[:, :-1, -1]).repeat_interleave(size, -1)
         read = c[:, 1:] @ linear_recurrence(decay[:, :, None], added)
         from_earlier = read.unflatten(-1, (heads, size)) * _decay(log_decay[:, 1:])[..., None]
-        y = torch.cat([y[:, :1], y[:, 1:] + from_earlier], 1)
+        first, later = y.split([1, y.shape[1] - 1], 1)
+        y = torch.cat([first, later + from_earlier], 1)
     return y.flatten(1, 2)[:, :length]
 
 
