@@ -26,6 +26,10 @@ from emergent_heads.tasks import CellularAutomaton, LinearMap
 from emergent_heads.training.loop import train
 from emergent_heads.training.settings import TrainingSettings
 
+BUILT_IN = (
+    *("attention", "linear", "mlp_mixer", "mamba", "mamba2", "gated_delta_net", "rwkv4", "rwkv7", "xlstm"),
+    "linear_rnn",
+)
 MODEL = {"n_layers": 1, "d_model": 16, "n_heads": 2}
 SHORT = {"steps": 4, "evaluate_every": 2, "tokens_per_batch": 64, "checkpoints": [0], "warmup_steps": 2}
 
@@ -418,12 +422,15 @@ def test_flops_are_six_per_weight_and_token_and_those_of_attention(mlp):
     assert flops == 6 * matrices * 23 + 12 * 2 * 32 * 23**2
 
 
-@pytest.mark.parametrize("mixer", ["attention", "linear", "mlp_mixer"])
-def test_every_mixer_costs_something(mixer):
-    config = SmallModelConfig(1, 16, 2, mixer=mixer, vocabulary_size=4, context=12)
-    without = SmallModelConfig(1, 16, 2, mixer=mixer, mlp="none", vocabulary_size=4, context=12)
-    assert training_cost(config, 12)[1] - training_cost(without, 12)[1] == 6 * 11 * 2 * 16 * 64
-    assert training_cost(without, 12)[1] > 6 * 11 * 16 * 4
+@pytest.mark.parametrize("mixer", BUILT_IN)
+def test_flops_of_every_mixer_are_counted(mixer):
+    def flops(mixer, mlp="gelu"):
+        config = SmallModelConfig(2, 16, 2, mixer=mixer, mlp=mlp, vocabulary_size=4, context=12)
+        return training_cost(config, 12)[1]
+
+    assert flops(mixer) - flops(mixer, "none") == 2 * 6 * 11 * 2 * 16 * 64  # the MLPs of two layers
+    assert flops(mixer, "none") > 6 * 11 * 16 * 4  # more than the unembedding
+    assert 2 * flops(("attention", mixer)) == flops("attention") + flops(mixer)
 
 
 # --- tables over seeds

@@ -67,15 +67,17 @@ def _training_cost(config: str, length: int) -> tuple[int, int]:
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         flops = _training_flops(deepcopy(model).to("meta"), length)
-    except (NotImplementedError, RuntimeError, TypeError):  # a mixer that looks at its values
+    except (NotImplementedError, RuntimeError, TypeError):  # a mixer that needs its values
         flops = _training_flops(model, length)
     return n_parameters, flops
 
 
 def _training_flops(model: SmallModel, length: int) -> int:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    # The fused kernel of a CPU is not counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length - 1, dtype=torch.long, device=model.device)).sum().backward()
     return counter.get_total_flops()
