@@ -119,6 +119,11 @@ def test_a_config_gives_what_the_grid_leaves_open():
     config = SmallModelConfig.transformer_pp(2, 32, 4)
     (run,) = grid(LinearMap(4, 2), config, n_heads=2, **SHORT)
     assert run.config == replace(config, n_heads=2).for_task(run.task)
+    mixer = SmallModelConfig(1, 16, mixer="mlp_mixer", mixer_options={"hidden_units": 3})
+    own = [dict(run.config.mixer_options) for run in grid(LinearMap(4, 2), mixer, hidden_units=[2, 4], **SHORT)]
+    assert own == [{"hidden_units": 2}, {"hidden_units": 4}]
+    other = grid(LinearMap(4, 2), mixer, mixer=["mlp_mixer", "attention"], **SHORT)
+    assert [dict(run.config.mixer_options) for run in other] == [{"hidden_units": 3}, {}]
 
 
 WRONG = {

@@ -144,7 +144,8 @@ def grid(
         raise ArgumentError(f'invalid must be "refuse" or "leave out", not {invalid!r}')
     tasks = cast(list[Any], list(task) if isinstance(task, (list, tuple)) else [task])
     axes = {name: _axis(name, value) for name, value in settings.items()}
-    homes = [_Homes.of(one, axes) for one in tasks]
+    mixers = [*axes.get("mixer", []), config.mixer if config is not None else "attention"]
+    homes = [_Homes.of(one, mixers) for one in tasks]
     if unknown := [name for name in axes if not any(name in home for home in homes)]:
         known = sorted({name for home in homes for name in home.all})
         raise ArgumentError(f"no task, model or training takes {unknown[0]!r}; {nearest(unknown[0], known)}")
@@ -181,14 +182,14 @@ class _Homes:
     training: frozenset[str]
 
     @classmethod
-    def of(cls, task: "type[SequenceTask] | SequenceTask", axes: Mapping[str, list[Any]]) -> "_Homes":
+    def of(cls, task: "type[SequenceTask] | SequenceTask", mixers: "Iterable[str | Sequence[str]]") -> "_Homes":
         kind = task if isinstance(task, type) else type(task)
         if not issubclass(kind, SequenceTask):
             raise ArgumentError(
                 f"task must be one that models are trained on, such as emergent_heads.tasks.LinearMap, not {task!r}"
             )
-        mixers = {name for value in axes.get("mixer", ["attention"]) for name in _as_tuple(value)}
-        options = {option for name in mixers for option in list(inspect.signature(mixer_class(name)).parameters)[2:]}
+        names = {name for mixer in mixers for name in _as_tuple(mixer)}
+        options = {option for name in names for option in list(inspect.signature(mixer_class(name)).parameters)[2:]}
         of_task = {each.name for each in fields(cast(Any, kind)) if each.init} - {"seed"}
         of_config = {each.name for each in fields(SmallModelConfig)}
         of_training = {each.name for each in fields(TrainingSettings)}
