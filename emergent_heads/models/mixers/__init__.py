@@ -121,19 +121,29 @@ def mixer_class(name: str) -> type[Mixer]:
 
 def mixer_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `options` that the mixer takes."""
-    return {key: value for key, value in options.items() if key in _option_names(name)}
+    return {key: value for key, value in options.items() if key in _options(name)}
 
 
 def check_mixer_options(names: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for an option that none of the mixers takes, and for an unknown mixer."""
-    known = {option for name in names for option in _option_names(name)}
-    for option in options:
+    """Checks options before a model is made of them.
+
+    Raises:
+        ArgumentError: an unknown mixer, an option that none of the mixers takes, or a size below 1.
+    """
+    names = tuple(dict.fromkeys(names))
+    known = {option: parameter for name in names for option, parameter in _options(name).items()}
+    for option, value in options.items():
         if option not in known:
             raise ArgumentError(
-                f"no mixer option {option!r} for {', '.join(dict.fromkeys(names))}; "
+                f"no mixer option {option!r} for {', '.join(names)}; "
                 + (nearest(option, sorted(known)) if known else "it takes none")
             )
+        annotation = known[option].annotation
+        is_size = annotation in (int, int | None) and not (value is None and annotation is not int)
+        if is_size and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ArgumentError(f"mixer option {option} must be a whole number of at least 1, not {value!r}")
 
 
-def _option_names(name: str) -> list[str]:
-    return list(inspect.signature(mixer_class(name)).parameters)[2:]
+def _options(name: str) -> dict[str, inspect.Parameter]:
+    """The keyword arguments of a mixer beside config and layer."""
+    return dict(list(inspect.signature(mixer_class(name)).parameters.items())[2:])
