@@ -296,7 +296,8 @@ class HookedModel(ABC):
             )
 
     def sample_tokens(self, n: int, length: int) -> Int[Tensor, "row pos"]:
-        """A few random tokens, always the same, for checks of what a model does with them."""
+        """A few random tokens, always the same, for checks of what a model does with them; none beyond its context."""
+        length = min(length, self.context or length)
         generator = torch_generator(0, "sample tokens")
         return torch.randint(self.vocabulary_size, (n, length), generator=generator).to(self.device)
 
