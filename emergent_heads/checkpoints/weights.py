@@ -281,8 +281,9 @@ def copy_state(stored: StoredWeights, model: nn.Module) -> Fingerprint:
         CheckpointError: the names or shapes are others than the model's, or a parameter is NaN or infinite.
     """
     state = named_state(model)
-    if other := sorted(set(stored) ^ set(state)):
-        raise CheckpointError(f"it {'lacks' if other[0] in state else 'has'} {other[0]}, unlike the model of the run")
+    for verb, other in (("lacks", set(state) - set(stored)), ("has", set(stored) - set(state))):
+        if other:
+            raise CheckpointError(f"it {verb} {min(other)}, unlike the model of the run")
     numbers: list[float] = []
     with torch.no_grad():
         for name, tensor in _distinct(state):

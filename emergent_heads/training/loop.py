@@ -111,7 +111,7 @@ def train_together(
             track.passed(step, of_track)
 
     try:
-        if first == 0:
+        if not tracks[0].history.rows:
             flush(0)
             measure(0)
         for step in range(first, until):

@@ -1,0 +1,196 @@
+"""A run folder survives kills, full disks and other processes, and refuses what it was not made for."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from training_runs import CONFIG, QUICK, TASK, same_runs
+
+import emergent_heads.training.folder as folder_module
+from emergent_heads import storage
+from emergent_heads.errors import ArgumentError, NoCheckpointsError, OutputError, RunFolderError
+from emergent_heads.tasks.linear_map import LinearMap
+from emergent_heads.training.loop import train
+from emergent_heads.training.run import Run
+
+
+def quick(path, **changes):
+    return train(CONFIG, TASK, path, **{**QUICK, "seed": 1, **changes})
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step):
+    def on_step(done, model, loss):
+        if done == step:
+            raise Stop
+
+    return on_step
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed."""
+    return quick(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, whole):
+    script = Path(__file__).with_name("killed_training.py")
+    command = [sys.executable, str(script), str(tmp_path / "run"), "0", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    died_by = [int(line) for line in done.stdout.split()]
+    assert len(died_by) == 8
+    assert died_by.count(signal.SIGKILL) >= 4
+    assert same_runs(tmp_path / "run", whole.path)
+    assert not [path for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
+    assert not (tmp_path / "run" / "resume.safetensors").exists()
+
+
+@pytest.mark.parametrize("step", [2, 7, 20, 23])
+def test_a_run_goes_on_from_its_last_saved_step(tmp_path, whole, step):
+    with pytest.raises(Stop):
+        quick(tmp_path, on_step=stop_at(step), save_every_seconds=0)
+    half = Run.open(tmp_path)
+    assert half.status == "unfinished"
+    assert list(half.metrics["step"]) == [row for row in whole.metrics["step"] if row < step]
+    steps = []
+    run = quick(tmp_path, on_step=lambda done, model, loss: steps.append(done))
+    assert steps == list(range(step, 25))  # the step that was stopped had not been saved
+    assert run.status == "finished"
+    assert same_runs(tmp_path, whole.path)
+
+
+def test_a_run_stopped_before_anything_was_saved_begins_anew(tmp_path, whole):
+    with pytest.raises(Stop):
+        quick(tmp_path, on_step=stop_at(12))
+    half = Run.open(tmp_path)
+    assert len(half.metrics) == len(half.positions) == 0
+    assert "unfinished at step 0" in repr(half)
+    quick(tmp_path)
+    assert same_runs(tmp_path, whole.path)
+
+
+def test_a_finished_run_is_returned_as_it_is(whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.path.rglob("*")}
+    calls = []
+    again = quick(whole.path, on_step=lambda *arguments: calls.append(arguments))
+    assert again.manifest == whole.manifest
+    assert not calls
+    assert {path: path.stat().st_mtime_ns for path in whole.path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"steps": 30}, "training.steps 24 there, 30 now"),
+        ({"seed": 2}, "seed 1 there, 2 now"),
+        ({"learning_rate": 1e-3}, r"training.learning_rate 0.003 there, 0.001 now"),
+        ({"attention_bias": 5.0}, "training.attention_bias None there, {'strength': 5.0"),
+    ],
+)
+def test_a_run_of_other_settings_is_refused_with_what_differs(whole, changes, told):
+    before = whole.manifest
+    with pytest.raises(RunFolderError, match=told):
+        quick(whole.path, **changes)
+    assert Run.open(whole.path).manifest == before
+
+
+def test_a_run_of_another_task_or_model_is_refused(whole):
+    with pytest.raises(RunFolderError, match=r"task\.sparsity 2 there, 3 now"):
+        train(CONFIG, LinearMap(state_size=4, sparsity=3, seed=0), whole.path, **QUICK, seed=1)
+    other = type(CONFIG)(n_layers=2, d_model=16, n_heads=2)
+    with pytest.raises(RunFolderError, match=r"config\.n_layers 1 there, 2 now.*name another folder"):
+        train(other, TASK, whole.path, **QUICK, seed=1)
+
+
+def test_a_run_of_another_version_is_refused(tmp_path):
+    run = quick(tmp_path, steps=2)
+    manifest = {**run.manifest, "format_version": 99, "versions": {"emergent-heads": "7.1"}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for use in (lambda: quick(tmp_path, steps=2), lambda: Run.open(tmp_path)):
+        with pytest.raises(RunFolderError, match=r"format version 99, made by emergent-heads 7\.1"):
+            use()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="is no run folder; name another folder"):
+        quick(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(NoCheckpointsError, match=r"no manifest\.json"):
+        Run.open(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"seed": 1}))
+    with pytest.raises(RunFolderError, match="not trained by this library"):
+        quick(tmp_path)
+    with pytest.raises(NoCheckpointsError, match="not trained by this library"):
+        Run.open(tmp_path)
+
+
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((OutputError, RunFolderError), match="file"):
+        quick(tmp_path / "file")
+    with pytest.raises(OutputError, match="choose a folder"):
+        quick(tmp_path / "file" / "run")
+
+
+def test_two_processes_do_not_train_into_one_folder(tmp_path, whole):
+    with FileLock(tmp_path / ".lock"), pytest.raises(RunFolderError, match="another process is training into"):
+        quick(tmp_path)
+    quick(tmp_path)
+    with FileLock(tmp_path / ".lock"):  # reading a finished run needs no lock
+        quick(tmp_path)
+    assert same_runs(tmp_path, whole.path)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 5, 6, 7, 8, 12, 20, 60])
+def test_a_disk_that_fills_loses_nothing(tmp_path, whole, monkeypatch, left):
+    """`left` files fit on the disk, then it is full; once there is room again, the run goes on."""
+    atomic_path, written = storage.atomic_path, []
+
+    def full_disk(path):
+        written.append(path)
+        if len(written) > left:
+            raise OutputError(f"cannot write {path}: No space left on device") from OSError(errno.ENOSPC, "full")
+        return atomic_path(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "atomic_path", full_disk)
+        patch.setattr(storage, "atomic_path", full_disk)
+        with pytest.raises(OutputError, match="No space left on device"):
+            quick(tmp_path, save_every_seconds=0)
+    quick(tmp_path)
+    assert same_runs(tmp_path, whole.path)
+
+
+def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
+    def full(self, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match=r"step_00000000.*No space left on device\. .*call the training again"):
+        quick(tmp_path)
+
+
+def test_a_damaged_resume_point_is_told(tmp_path):
+    with pytest.raises(Stop):
+        quick(tmp_path, on_step=stop_at(9), save_every_seconds=0)
+    (tmp_path / "resume.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(RunFolderError, match=r"damaged .*delete it to begin the run anew"):
+        quick(tmp_path)
+
+
+def test_nothing_is_written_for_settings_that_make_no_sense(tmp_path):
+    with pytest.raises(ArgumentError, match="learning_rat"):
+        quick(tmp_path / "run", learning_rat=1e-3)
+    assert not (tmp_path / "run").exists()
