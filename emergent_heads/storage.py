@@ -118,6 +118,11 @@ def write_json(path: Path | str, content: object) -> Path:
     return path
 
 
+def as_read_back(content: object) -> Any:
+    """`content` as it is read back from where `write_json` wrote it."""
+    return json.loads(json.dumps(content, default=_plain))
+
+
 def versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on, and the commit of the working folder if it is a git checkout."""
     packages = ("emergent-heads", "torch", "transformers", "transformer-lens", "numpy")

@@ -161,10 +161,11 @@ def test_batches_hold_a_number_of_tokens_whatever_the_length():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
+        ({"steps": 0}, "steps is 0; it must be a whole number, at least 1"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate must be above 0"),
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1; it must be a whole number, at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
         ({"clip": 0.0}, "clip must be above 0"),
         ({"schedule": "cosin"}, "schedule must be constant or cosine, not 'cosin'"),
         ({"dtype": "float16"}, "dtype must be float32 or bfloat16"),
@@ -194,6 +195,22 @@ def test_a_task_that_does_not_fit_the_model_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="sequences of 8 tokens and the model takes at most 5"):
         quick(tmp_path / "run", SmallModelConfig(n_layers=1, d_model=16, n_heads=2, context=5))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"cannot train on the device nonsense.*leave device out for the CPU"):
+        quick(tmp_path / "run", device="nonsense")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    class Wrong(LinearMap):
+        def batch(self, n, **where):
+            batch = super().batch(n, **where)
+            return SequenceBatch(batch.tokens + 1, batch.loss_mask, batch.answer_mask)
+
+    with pytest.raises(ArgumentError, match="token id 2: this model has ids 0 to 1"):
+        quick(tmp_path, task=Wrong(state_size=4, sparsity=2))
 
 
 # ---- what is measured ----

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
 from training_runs import CONFIG, QUICK, TASK, same_runs
@@ -103,6 +104,11 @@ def test_a_run_of_other_settings_is_refused_with_what_differs(whole, changes, to
     with pytest.raises(RunFolderError, match=told):
         quick(whole.path, **changes)
     assert Run.open(whole.path).manifest == before
+
+
+def test_numbers_of_numpy_are_the_same_settings(whole):
+    numbers = {"steps": np.int64(24), "learning_rate": np.float32(3e-3).astype(float).round(6), "seed": np.int32(1)}
+    assert quick(whole.path, **numbers).manifest == whole.manifest
 
 
 def test_a_run_of_another_task_or_model_is_refused(whole):

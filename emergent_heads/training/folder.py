@@ -30,7 +30,7 @@ from emergent_heads.checkpoints.run import (
     read_manifest,
 )
 from emergent_heads.errors import NoCheckpointsError, OutputError, RunFolderError
-from emergent_heads.storage import atomic_path, versions, write_json
+from emergent_heads.storage import as_read_back, atomic_path, versions, write_json
 from emergent_heads.training.evaluation import Evaluation
 from emergent_heads.training.settings import differences
 
@@ -178,7 +178,7 @@ class RunFolder:
             raise RunFolderError(f"{self.path} exists and is no run folder; name another folder") from error
         if not is_small_run(manifest):
             raise RunFolderError(f"{self.path} holds a run that was not trained by this library; name another folder")
-        wanted = json.loads(json.dumps(self.wanted, default=str))
+        wanted = as_read_back(self.wanted)
         there = {name: manifest.get(name) for name in wanted}
         if different := differences(there, wanted):
             listed = "; ".join(different[:8]) + (f"; and {len(different) - 8} more" if len(different) > 8 else "")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from emergent_heads.errors import ArgumentError
 from emergent_heads.models.small import SmallModel, SmallModelConfig
 from emergent_heads.tasks.task import SequenceBatch, SequenceTask
 from emergent_heads.training.evaluation import autocast, next_token_losses
@@ -39,9 +40,10 @@ class Plan:
         """The plan, checked as far as it can be before anything is made.
 
         Raises:
-            ArgumentError: the task does not fit the model, or has no right attention pattern for the bias.
+            ArgumentError: the task does not fit the model, or has no right attention pattern for the bias, or there is
+                no such device.
         """
-        device = torch.device(device)
+        device = _usable(device)
         pattern = task.pattern().to(device) if settings.bias is not None else None
         return cls(config.for_task(task), task, settings, device, pattern)
 
@@ -154,3 +156,13 @@ def _adamw(parameters: Sequence[nn.Parameter], settings: TrainingSettings) -> to
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(
+            f"cannot train on the device {device!s} ({reason}); leave device out for the CPU"
+        ) from error

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emergent_heads.errors import OutputError
 from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.tasks.state_sequences import whole_number
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.folder import RunFolder
 from emergent_heads.training.learner import Plan
@@ -69,6 +70,7 @@ def train(
             process is training there.
         OutputError: the folder cannot be written, or the disk is full. What was written before is kept.
     """
+    seed = whole_number("seed", seed, least=0)
     plan = Plan.of(config, task, TrainingSettings(steps=steps, **settings), device)
     folder = RunFolder(Path(path), plan.identity(seed))
     if folder.status() not in (None, "unfinished"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.tasks.state_sequences import whole_number
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.evaluation import autocast
 from emergent_heads.training.folder import RunFolder
@@ -85,17 +86,17 @@ def _train(tracks: Sequence[Track], reporter: Reporter, save_every_seconds: floa
         group = [track for track in unfinished if track.history.step == step]
         ahead = [track.history.step for track in unfinished if track.history.step > step]
         until = min(ahead, default=group[0].plan.settings.steps)
-        train_together(LearnerGroup(group), group, until, reporter, save_every_seconds)
+        learners = LearnerGroup([track.learner() for track in group])
+        train_together(learners, group, until, reporter, save_every_seconds)
 
 
 class LearnerGroup:
     """Runs that are at the same step, as many at once as pays."""
 
-    def __init__(self, tracks: Sequence[Track]) -> None:
-        plan = tracks[0].plan
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        plan = learners[0].plan
         tokens = plan.batch_size * plan.task.length
-        at_once = max(1, TOKENS_AT_ONCE_ON_CPU // tokens) if plan.device.type == "cpu" else len(tracks)
-        learners = [track.learner() for track in tracks]
+        at_once = max(1, TOKENS_AT_ONCE_ON_CPU // tokens) if plan.device.type == "cpu" else len(learners)
         parts = [learners[start : start + at_once] for start in range(0, len(learners), at_once)]
         self._learners = [part[0] if len(part) == 1 else StackedLearner(part) for part in parts]
 
@@ -128,7 +129,7 @@ class StackedLearner:
 
 
 def _checked(seeds: Iterable[int]) -> list[int]:
-    found = [int(seed) for seed in seeds]
+    found = [whole_number("a seed", seed, least=0) for seed in seeds]
     if not found or len(set(found)) < len(found):
         raise ArgumentError(f"seeds must name at least one seed, each once, not {found}")
     return found

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.small import refusing_unknown_keys
+from emergent_heads.tasks.state_sequences import whole_number
 from emergent_heads.tasks.task import SequenceTask
 
 COSINE_END = 0.1
@@ -60,11 +61,16 @@ class TrainingSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_batch", "evaluate_every", "n_held_out"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
-        for name, low in (("learning_rate", True), ("clip", True), ("weight_decay", False), ("warmup_steps", False)):
+        for name, least in (
+            ("steps", 1),
+            ("tokens_per_batch", 1),
+            ("evaluate_every", 1),
+            ("n_held_out", 1),
+            ("warmup_steps", 0),
+        ):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, value, least=least))
+        for name, low in (("learning_rate", True), ("clip", True), ("weight_decay", False)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and (value > 0 if low else value >= 0)):
                 raise ArgumentError(f"{name} must be {'above' if low else 'at least'} 0, not {value!r}")
