@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tiny_models import HAS_HOOKED_TRANSFORMER
 from training_runs import CONFIG, QUICK, TASK
 
 from emergent_heads import tasks
@@ -76,8 +77,7 @@ def test_a_checkpoint_loads_as_other_kinds_where_there_is_one(trained):
             series.last.load(kind)
     with pytest.raises(ArgumentError, match="use one of"):
         series.last.load("smal")
-    transformer_lens = pytest.importorskip("transformer_lens")
-    if hasattr(transformer_lens, "HookedTransformer"):
+    if HAS_HOOKED_TRANSFORMER:
         converted = CheckpointSeries.from_run(trained, kind="hooked_transformer").last.load()
         torch.testing.assert_close(converted(TOKENS), series.last.load()(TOKENS), rtol=0, atol=1e-5)
 

@@ -158,7 +158,7 @@ WRONG_TRAIN = {
         "an attention bias needs attention",
     ),
     "bias times without bias": ([*TASK, *MODEL, *SHORT, "--bias-from-step", "1"], "goes with --attention-bias"),
-    "no training steps": ([*TASK, *MODEL, *SHORT, "--steps", "0"], "steps must be"),
+    "no training steps": ([*TASK, *MODEL, *SHORT, "--steps", "0"], "steps is 0; it must be"),
     "checkpoint after the end": ([*TASK, *MODEL, *SHORT, "--checkpoints", "9"], "step 9"),
     "unknown device": ([*TASK, *MODEL, *SHORT, "--device", "abacus"], "no device 'abacus'"),
     "figure suffix": ([*TASK, *MODEL, *SHORT, "--plot", "x.csv"], ".png, .pdf, .svg"),

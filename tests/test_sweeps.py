@@ -137,7 +137,7 @@ WRONG = {
     "bias without attention": ({"mixer": "linear", "attention_bias": 5.0}, "layer 0 is linear"),
     "bias on a missing layer": ({"attention_bias": AttentionBias(5.0, layers=(1,))}, "layers 0 to 0"),
     "context too short": ({"context": 3}, "leave context out"),
-    "no steps": ({"steps": 0}, "steps must be"),
+    "no steps": ({"steps": 0}, "steps is 0; it must be"),
     "empty axis": ({"seed": []}, "seed is an empty list"),
     "wrong choice": ({"invalid": "skip"}, '"refuse" or "leave out"'),
     "nothing left": ({"sparsity": [5, 6], "invalid": "leave out"}, "no combination is left"),
