@@ -301,7 +301,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(context_length, "CONTEXT_LENGTH", one_task)
 
     def bits(recipes):
-        runs = recipes.linear_map(state_size=4, sparsity=1, steps=20, checkpoints=(0, 10, 20), seed=range(3), **TINY)
+        runs = recipes.linear_map(state_size=4, sparsity=2, steps=20, checkpoints=(0, 10, 20), seed=range(3), **TINY)
         return [Arm("linear map", "", "linear map", runs)]
 
     monkeypatch.setattr(one_bit_at_a_time, "BITS", replace(one_bit_at_a_time.BITS, arms=bits))
@@ -346,7 +346,7 @@ def test_the_page_of_findings_says_verdicts_and_shows_figures(tiny, tmp_path):
 
 def test_bits_are_read_from_checkpoints(tiny, tmp_path):
     found = run_experiment("bits-one-at-a-time", tmp_path, workers=0, progress=False)
-    assert len(found.table) == 3 * 4
+    assert len(found.table) == sum(LinearMap(state_size=4, sparsity=2, seed=seed).n_distinct_rows for seed in range(3))
     assert set(found.table["seed"]) == {0, 1, 2}
     curves = pd.read_csv(tmp_path / "bits-one-at-a-time" / "curves.csv")
     assert set(curves["step"]) == {0, 10, 20}

@@ -15,7 +15,7 @@ WITHOUT, WITH = "without bias", "with bias"
 
 
 def _arms(recipes: Recipes) -> list[Arm]:
-    seeds = range(recipes.sized(small=3, paper=3))
+    seeds = range(recipes.sized(small=5, paper=3))
     sizes = recipes.sized(small=[8, 16], paper=[16])
     automata_sizes = recipes.sized(small=[4, 8], paper=[8, 16])
     arms = []

@@ -12,10 +12,11 @@ from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Judgemen
 
 def _arms(recipes: Recipes) -> list[Arm]:
     depths = recipes.sized(small=[1, 2, 4], paper=[1, 2, 4, 8])
+    seeds = range(recipes.sized(small=5, paper=3))
     many_rules = recipes.sized(small={"rules": 8}, paper={})
     return [
-        *(Arm(LINEAR_MAP, "", n, recipes.linear_map(n_layers=n, seed=range(3))) for n in depths),
-        *(Arm(AUTOMATA, "", n, recipes.automata(n_layers=n, seed=range(3), **many_rules)) for n in depths),
+        *(Arm(LINEAR_MAP, "", n, recipes.linear_map(n_layers=n, seed=seeds)) for n in depths),
+        *(Arm(AUTOMATA, "", n, recipes.automata(n_layers=n, seed=seeds, **many_rules)) for n in depths),
     ]
 
 

@@ -40,7 +40,7 @@ def _judge_heads(runs: pd.DataFrame, _: Path) -> Judgement:
 
 def _dimensions(recipes: Recipes) -> list[Arm]:
     dimensions = recipes.sized(small=[1, 2, 4, 8, 16], paper=[1, 2, 4, 8, 16, 32, 64])
-    seeds = range(3)
+    seeds = range(recipes.sized(small=5, paper=3))
     return [
         Arm(task, "", dimension, runs(d_head=dimension, seed=seeds))
         for task, runs in ((LINEAR_MAP, recipes.linear_map), (AUTOMATA, recipes.automata))

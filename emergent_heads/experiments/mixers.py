@@ -25,7 +25,7 @@ def _mixer_linear_map(recipes: Recipes) -> list[Arm]:
 def _mixer_automata(recipes: Recipes) -> list[Arm]:
     sizes = recipes.sized(small=[4, 8], paper=[16])
     return [
-        Arm(AUTOMATA, mixer, size, recipes.automata(mixer=mixer, state_size=size, seed=range(3)))
+        Arm(AUTOMATA, mixer, size, recipes.automata(mixer=mixer, state_size=size, seed=range(5)))
         for mixer in (ATTENTION, MLP_MIXER)
         for size in sizes
     ]

@@ -37,8 +37,11 @@ COLUMNS = ["seed", "bit", "learned_step", "rise_steps", "head", "entropy_drop_na
 
 def _arms(recipes: Recipes) -> list[Arm]:
     every = recipes.sized(small=EVERY, paper=50)
-    steps = recipes.steps(RECIPE[recipes.scale]["steps"])
+    # Larger than the base configuration, so that bits are learned far enough apart, and without an early stop.
+    longer = recipes.sized(small={"state_size": 12, "steps": 3000, "stop_when_solved": False}, paper={})
+    steps = recipes.steps(longer.get("steps", RECIPE[recipes.scale]["steps"]))
     runs = recipes.linear_map(
+        **longer,
         seed=range(recipes.sized(small=5, paper=3)),
         evaluate_every=every // 2,
         checkpoints=tuple(range(0, steps + 1, every)),
@@ -105,8 +108,11 @@ def _bits(run: Run) -> _Bits:
     task = LinearMap(**{name: value for name, value in run.task_settings.items() if name != "task"})
     steps, entropies = head_entropies(run, task)
     answers = run.positions.loc[run.positions["is_answer"]]
+    repeated = repeated_rows(task.transition)
     bits, curves = [], []
     for bit, (_, rows) in enumerate(answers.groupby("position")):
+        if repeated[bit]:
+            continue
         learned = rows.loc[rows["accuracy"] >= LEARNED, "step"]
         learned_step = float(learned.iloc[0]) if len(learned) else float("nan")
         drop, elsewhere, head = entropy_drop(steps, entropies[:, :, bit], learned_step)
@@ -125,6 +131,12 @@ def _bits(run: Run) -> _Bits:
             pd.DataFrame({"bit": bit, "step": steps, "loss_nats": losses, "entropy_nats": entropies[:, head, bit]})
         )
     return _Bits(run.seed, bits, pd.concat(curves, ignore_index=True))
+
+
+def repeated_rows(matrix: Int[np.ndarray, "cell source"]) -> list[bool]:
+    """Which rows are the same as an earlier one."""
+    rows = [tuple(row) for row in matrix.tolist()]
+    return [row in rows[:index] for index, row in enumerate(rows)]
 
 
 def head_entropies(run: Run, task: LinearMap) -> tuple[Int[np.ndarray, " step"], Float[np.ndarray, "step head bit"]]:

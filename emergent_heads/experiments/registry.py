@@ -57,8 +57,9 @@ _ALL = (
         "attention drops.",
         "Holds if (a) the median bit rises from 10 % to 90 % of its way in less than half of the steps from the first "
         "learned bit to the last, and (b) around the step where a bit is learned, the entropy of some head at that "
-        "bit's query falls further than in windows of the same length at other times of the run. Both are means over "
-        "bits with a bootstrap interval over seeds: (a) wholly below one half, (b) wholly above 0.",
+        "bit's query falls further than in windows of the same length at other times of the run. Each with "
+        "the whole 95 % bootstrap interval over seeds. Bits with the same row as an earlier bit can be copied from it "
+        "and are left out.",
         "one_bit_at_a_time:BITS",
     ),
     Experiment(
@@ -73,10 +74,11 @@ _ALL = (
     Experiment(
         "context-length",
         "Longer context is harder",
-        "The longer the context, the longer the plateau, on both tasks.",
-        "Holds if the slope of log steps to leave the plateau against log state size, seed by seed, has a 95 % "
-        "interval above 0 on both tasks. Runs that never leave count with their last step, so a slope is a lower "
-        "bound.",
+        "The longer the context, the more steps both tasks take.",
+        "Holds if the slope of log steps to solve against log state size, seed by seed, has a 95 % interval above 0 "
+        "on both tasks. Runs that never solve it count with their last step, so a slope is a lower bound. The slope of "
+        "the steps to leave the plateau stands beside it: on the linear map that is the first bit only, which is easy "
+        "where two rows of the matrix are alike.",
         "context_length:CONTEXT_LENGTH",
     ),
     Experiment(
