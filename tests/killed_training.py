@@ -24,7 +24,7 @@ def main(folder: Path, seed: int, kills: int) -> None:
     for _ in range(kills):
         process = os.fork()
         if process == 0:
-            calls = draw.randrange(1, 60_000)
+            calls = draw.randrange(1, 300_000)
             sys.setprofile(lambda *_: countdown())
 
             def countdown() -> None:

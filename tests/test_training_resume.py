@@ -46,12 +46,12 @@ def whole(tmp_path_factory):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, whole):
     script = Path(__file__).with_name("killed_training.py")
-    command = [sys.executable, str(script), str(tmp_path / "run"), "0", "8"]
+    command = [sys.executable, str(script), str(tmp_path / "run"), "1", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     died_by = [int(line) for line in done.stdout.split()]
     assert len(died_by) == 8
-    assert died_by.count(signal.SIGKILL) >= 4
+    assert died_by.count(signal.SIGKILL) >= 3
     assert same_runs(tmp_path / "run", whole.path)
     assert not [path for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
     assert not (tmp_path / "run" / "resume.safetensors").exists()
@@ -68,6 +68,17 @@ def test_a_run_goes_on_from_its_last_saved_step(tmp_path, whole, step):
     run = quick(tmp_path, on_step=lambda done, model, loss: steps.append(done))
     assert steps == list(range(step, 25))  # the step that was stopped had not been saved
     assert run.status == "finished"
+    assert same_runs(tmp_path, whole.path)
+
+
+def test_what_a_killed_process_had_not_renamed_yet_is_cleared_away(tmp_path, whole):
+    with pytest.raises(Stop):
+        quick(tmp_path, on_step=stop_at(12), save_every_seconds=0)
+    left = [tmp_path / ".resume-x1y2.safetensors", tmp_path / "checkpoints" / ".step_00000016-x1y2.safetensors"]
+    for path in left:
+        path.write_bytes(b"half a file")
+    quick(tmp_path)
+    assert not any(path.exists() for path in left)
     assert same_runs(tmp_path, whole.path)
 
 
