@@ -18,6 +18,7 @@ from emergent_heads.tasks.task import SequenceBatch
 from emergent_heads.training.evaluation import LEARNED, evaluate
 from emergent_heads.training.loop import train
 from emergent_heads.training.run import Run, open_run
+from emergent_heads.training.seeds import train_seeds
 from emergent_heads.training.settings import TrainingSettings
 
 COPY = LinearMap(state_size=2, sparsity=1, seed=1)
@@ -500,3 +501,23 @@ def test_the_manifest_says_where_the_numbers_come_from(run):
     assert run.manifest["sequences_per_batch"] == 16
     assert (run.manifest["floor"], run.manifest["plateau"]) == (TASK.floor, TASK.plateau)
     assert isinstance(Run.open(run.path).config, SmallModelConfig)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_learns_the_same_and_goes_on_where_it_stopped(tmp_path, dtype):
+    copying = LinearMap(state_size=3, sparsity=1, symbols=8, seed=1)
+    settings = {"steps": 120, "tokens_per_batch": 512, "learning_rate": 1e-2, "device": "cuda", "dtype": dtype}
+
+    def stop_at_50(step, model, loss):
+        if step == 50:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(tmp_path / "run", task=copying, **settings, on_step=stop_at_50, save_every_seconds=0)
+    run = quick(tmp_path / "run", task=copying, **settings)
+    whole = quick(tmp_path / "whole", task=copying, **settings)
+    assert run.metrics["loss_nats"].iloc[-1] == pytest.approx(whole.metrics["loss_nats"].iloc[-1], abs=1e-3)
+    assert run.metrics["accuracy"].iloc[-1] > 0.9
+    together = train_seeds(CONFIG, copying, tmp_path / "seeds", seeds=[0, 1], **{**QUICK, **settings})
+    assert together[0].metrics["loss_nats"].iloc[-1] == pytest.approx(whole.metrics["loss_nats"].iloc[-1], abs=0.05)
