@@ -193,7 +193,7 @@ def test_rwkv7s_pattern_gives_its_output_from_its_values() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"rank": 0}, "rank of an RWKV7"), ({"chunk_size": 65}, "from 1 to 64"), ({"chunk_size": 1.5}, "from 1 to 64")],
+    [({"rank": 0}, "rank must be"), ({"chunk_size": 65}, "at most 64"), ({"chunk_size": 1.5}, "chunk_size must be")],
 )
 def test_wrong_sizes_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):

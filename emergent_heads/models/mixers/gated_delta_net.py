@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.hook_points import HookPoint
 
-from emergent_heads.errors import ArgumentError
 from emergent_heads.models.layers import listened_to
 from emergent_heads.models.mixers import Mixer
 from emergent_heads.models.mixers.convolution import CausalConv
@@ -56,18 +55,11 @@ class GatedDeltaNet(Mixer):
             d_value: width of a head's values; None for the config's head size.
             kernel_size: positions that the short convolutions see, their own included.
             chunk_size: positions computed at once; it changes the speed only.
-
-        Raises:
-            ArgumentError: a size below 1.
         """
         super().__init__(config, layer)
         self.d_key = self.d_head if d_key is None else d_key
         self.d_value = self.d_head if d_value is None else d_value
         self.chunk_size = chunk_size
-        sizes = {"d_key": self.d_key, "d_value": self.d_value, "kernel_size": kernel_size, "chunk_size": chunk_size}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(f"{name} of a GatedDeltaNet mixer must be at least 1, not {size}")
         keys, values = self.n_heads * self.d_key, self.n_heads * self.d_value
         self.widths = (2 * keys + values, values, self.n_heads, self.n_heads)
         self.input = nn.Linear(self.d_model, sum(self.widths), bias=config.biases)  # q, k, v; gate; beta; decay

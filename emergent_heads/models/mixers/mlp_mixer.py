@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.hook_points import HookPoint
 
-from emergent_heads.errors import ArgumentError
 from emergent_heads.models.layers import listened_to
 from emergent_heads.models.mixers import Mixer
 
@@ -45,8 +44,6 @@ class MLPMixer(Mixer):
 
     def __init__(self, config: "SmallModelConfig", layer: int, hidden_units: int = 8) -> None:
         super().__init__(config, layer)
-        if not isinstance(hidden_units, int) or hidden_units < 1:
-            raise ArgumentError(f"hidden_units must be a whole number of at least 1, not {hidden_units!r}")
         context = config.context or 1
         self.hidden_units = hidden_units
         self._gpt2_std = 0.02 * (2 * config.n_layers) ** -0.5 if config.initialisation == "gpt2" else None

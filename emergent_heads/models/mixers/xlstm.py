@@ -59,16 +59,13 @@ class XLSTM(Mixer):
             chunk_size: positions computed at once; it changes the speed only.
 
         Raises:
-            ArgumentError: a size below 1, or a cap that is not positive.
+            ArgumentError: a cap that is not positive.
         """
         super().__init__(config, layer)
         self.d_key = self.d_head if d_key is None else d_key
         self.d_value = self.d_head if d_value is None else d_value
         self.gate_cap = gate_cap
         self.chunk_size = chunk_size
-        for name, size in {"d_key": self.d_key, "d_value": self.d_value, "chunk_size": chunk_size}.items():
-            if size < 1:
-                raise ArgumentError(f"{name} of an XLSTM mixer must be at least 1, not {size}")
         if gate_cap is not None and gate_cap <= 0:
             raise ArgumentError(f"gate_cap of an XLSTM mixer must be positive, or None for no cap, not {gate_cap}")
         keys, values = self.n_heads * self.d_key, self.n_heads * self.d_value
