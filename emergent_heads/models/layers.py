@@ -23,6 +23,11 @@ def listened_to(*points: HookPoint) -> bool:
     )
 
 
+def at_least_32_bits(x: Tensor) -> Tensor:
+    """The tensor in 32 bits if it has 16, for sums and products over many positions."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over `d_model`, eps 1e-5. Hooks: `hook_scale` `[row, pos, 1]`, `hook_normalized`."""
 

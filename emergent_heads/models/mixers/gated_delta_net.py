@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.hook_points import HookPoint
 
-from emergent_heads.models.layers import listened_to
+from emergent_heads.models.layers import at_least_32_bits, listened_to
 from emergent_heads.models.mixers import Mixer
 from emergent_heads.models.mixers.convolution import CausalConv
 
@@ -143,7 +143,7 @@ def gated_delta_rule(
     with torch.autocast(q.device.type, enabled=False):
         state: Tensor | None = None
         outs: list[Tensor] = []
-        chunks = tuple(_at_least_32_bits(each).split(chunk_size, dim=1) for each in (q, k, v, beta, log_decay))
+        chunks = tuple(at_least_32_bits(each).split(chunk_size, dim=1) for each in (q, k, v, beta, log_decay))
         for chunk in zip(*chunks, strict=True):
             # Transposed by the chunk, and the rest done by the chunk too: what is at work then fits the cache.
             out, state = _delta_chunk(tuple(each.transpose(1, 2).contiguous() for each in chunk), state)
@@ -159,7 +159,7 @@ def gated_delta_states(
 ) -> Float[Tensor, "row pos head d_key d_value"]:
     """The state after each position, one position at a time."""
     with torch.autocast(k.device.type, enabled=False):
-        k, v, beta, decay = (_at_least_32_bits(each) for each in (_unit(k), v, beta, log_decay.exp()))
+        k, v, beta, decay = (at_least_32_bits(each) for each in (_unit(k), v, beta, log_decay.exp()))
         state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
         states: list[Tensor] = []
         for key, value, strength, kept in zip(*(each.unbind(1) for each in (k, v, beta, decay)), strict=True):
@@ -199,7 +199,3 @@ def _unit(x: Tensor) -> Tensor:
 def _scaled(q: Tensor) -> Tensor:
     """Vectors of length `1 / sqrt(d_key)`."""
     return q * (q.shape[-1] * (q.square().sum(-1, keepdim=True) + 1e-6)).rsqrt()
-
-
-def _at_least_32_bits(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

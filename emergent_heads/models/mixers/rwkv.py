@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformer_lens.hook_points import HookPoint
 
 from emergent_heads.errors import ArgumentError
-from emergent_heads.models.layers import listened_to
+from emergent_heads.models.layers import at_least_32_bits, listened_to
 from emergent_heads.models.mixers import Mixer
 from emergent_heads.models.mixers.recurrence import linear_recurrence
 
@@ -95,7 +95,7 @@ class RWKV4(Mixer):
     def _wkv(self, k: Tensor, v: Tensor) -> Float[Tensor, "row pos d_model"]:
         # Exponentials of keys and quotients of their sums need 32 bits at least.
         with torch.autocast(k.device.type, enabled=False):
-            k, v, rate = _at_least_32_bits(k), _at_least_32_bits(v), _at_least_32_bits(self.log_decay_rate).exp()
+            k, v, rate = at_least_32_bits(k), at_least_32_bits(v), at_least_32_bits(self.log_decay_rate).exp()
             with torch.no_grad():
                 # Sums are kept relative to their largest term, so that no key is too large for its exponential. Any
                 # such level gives the same quotient: it needs neither a gradient nor the digits lost here.
@@ -264,7 +264,7 @@ def rwkv7_recurrence(
     # Half precision would be too coarse for the products of many decays, and there is no triangular solve in it.
     with torch.autocast(r.device.type, enabled=False):
         inputs = [
-            _at_least_32_bits(each).transpose(1, 2).split(chunk_size, dim=2) for each in (r, log_decay, k, v, a, kappa)
+            at_least_32_bits(each).transpose(1, 2).split(chunk_size, dim=2) for each in (r, log_decay, k, v, a, kappa)
         ]
         state: Tensor | None = None
         outs: list[Tensor] = []
@@ -283,7 +283,7 @@ def rwkv7_states(
 ) -> Float[Tensor, "row pos head d_value d_key"]:
     """The state after each position, one position at a time."""
     with torch.autocast(k.device.type, enabled=False):
-        decay, k, v, a, kappa = (_at_least_32_bits(each) for each in (log_decay.exp(), k, v, a, kappa))
+        decay, k, v, a, kappa = (at_least_32_bits(each) for each in (log_decay.exp(), k, v, a, kappa))
         state = k.new_zeros(k.shape[0], k.shape[2], v.shape[-1], k.shape[-1])
         states: list[Tensor] = []
         for kept, key, value, rate, removed in zip(*(each.unbind(1) for each in (decay, k, v, a, kappa)), strict=True):
@@ -341,7 +341,3 @@ def _previous(x: Float[Tensor, "row pos *rest"], first: float = 0.0) -> Float[Te
 def _unit(x: Tensor) -> Tensor:
     """Vectors of length one."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
-
-
-def _at_least_32_bits(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformer_lens.hook_points import HookPoint
 
 from emergent_heads.errors import ArgumentError
-from emergent_heads.models.layers import listened_to
+from emergent_heads.models.layers import at_least_32_bits, listened_to
 from emergent_heads.models.mixers import Mixer
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def mlstm(
     """The mLSTM cell, a chunk of positions at a time, in 32 bits at least; gates before exponential and sigmoid."""
     with torch.autocast(q.device.type, enabled=False):  # half precision would be too coarse for sums of log gates
         tensors = (q, k, v, input_gate, functional.logsigmoid(forget_gate))
-        chunks = tuple(_at_least_32_bits(each).split(chunk_size, dim=1) for each in tensors)
+        chunks = tuple(at_least_32_bits(each).split(chunk_size, dim=1) for each in tensors)
         state: Tensor | None = None
         log_scale = chunks[-1][0].new_zeros(q.shape[0], q.shape[2])
         outs: list[Tensor] = []
@@ -176,7 +176,7 @@ def mlstm_states(
     """State, normaliser and log scale m after each position, one position at a time; both are divided by exp(m)."""
     with torch.autocast(k.device.type, enabled=False):
         k, v, log_input, log_forget = (
-            _at_least_32_bits(each) for each in (k, v, input_gate, functional.logsigmoid(forget_gate))
+            at_least_32_bits(each) for each in (k, v, input_gate, functional.logsigmoid(forget_gate))
         )
         v = functional.pad(v, (0, 1), value=1.0)
         state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
@@ -224,7 +224,3 @@ def _read_states(q: Tensor, states: Tensor, normalisers: Tensor, log_scale: Tens
     read = torch.einsum("rphk,rphkv->rphv", q, states)
     norm = torch.einsum("rphk,rphk->rph", q, normalisers).abs()
     return read / (torch.maximum(norm, (-log_scale).exp()) + _EPSILON)[..., None]
-
-
-def _at_least_32_bits(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
