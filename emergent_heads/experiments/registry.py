@@ -76,9 +76,9 @@ _ALL = (
         "Longer context is harder",
         "The longer the context, the more steps both tasks take.",
         "Holds if the slope of log steps to solve against log state size, seed by seed, has a 95 % interval above 0 "
-        "on both tasks. Runs that never solve it count with their last step, so a slope is a lower bound. The slope of "
-        "the steps to leave the plateau stands beside it: on the linear map that is the first bit only, which is easy "
-        "where two rows of the matrix are alike.",
+        "on both tasks. Runs that never solve it count with their last step, so a slope is a lower bound. The slope "
+        "of the steps to leave the plateau stands beside it: on the linear map that is the first bit only, which is "
+        "easy where two rows of the matrix are alike.",
         "context_length:CONTEXT_LENGTH",
     ),
     Experiment(
