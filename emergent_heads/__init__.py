@@ -22,6 +22,7 @@ _HOMES = {
     "emergent_heads.models.small": ("SmallModel", "SmallModelConfig", "effective_pattern"),
     "emergent_heads.sweeps": ("RunSpec", "SweepResult", "grid", "run_sweep"),
     "emergent_heads.training.loop": ("train",),
+    "emergent_heads.training.seeds": ("train_seeds",),
     "emergent_heads.training.run": ("Run", "open_run"),
     "emergent_heads.training.settings": ("TrainingSettings",),
 }
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from emergent_heads.sweeps import RunSpec, SweepResult, grid, run_sweep
     from emergent_heads.training.loop import train
     from emergent_heads.training.run import Run, open_run
+    from emergent_heads.training.seeds import train_seeds
     from emergent_heads.training.settings import TrainingSettings
 
 

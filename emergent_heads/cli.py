@@ -501,10 +501,8 @@ class Train:
         _check_outputs(None, self.plot)
         _check_device(self.training.device)
         config, task, settings = self.model.make(), self.task.make(), self.training.settings()
-        from emergent_heads.sweeps.runs import check_bias
         from emergent_heads.training.loop import train
 
-        check_bias(config, settings.get("attention_bias"))  # before there is a folder
         run = train(config, task, self.out, **settings)
         print(run)
         _print_table(run.metrics.iloc[-1:])

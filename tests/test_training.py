@@ -342,20 +342,21 @@ def test_a_checkpoint_has_the_bias_it_was_trained_with(tmp_path):
 @pytest.mark.parametrize(
     ("bias", "told"),
     [
-        (AttentionBias(3.0, layers=[1]), "layer 1: this model has layers 0 to 0"),
-        (AttentionBias(3.0, heads=[0, 2]), "head 2: this model has heads 0 to 1"),
+        (AttentionBias(3.0, layers=[1]), "layer 1: the model has layers 0 to 0"),
+        (AttentionBias(3.0, heads=[0, 2]), "head 2: the model has heads 0 to 1"),
     ],
 )
 def test_a_bias_on_what_is_not_there_is_refused(tmp_path, bias, told):
     with pytest.raises(ArgumentError, match=told):
         quick(tmp_path / "run", attention_bias=bias)
-    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_bias_needs_attention_and_a_right_pattern(tmp_path):
     mixer = SmallModelConfig(n_layers=1, d_model=16, n_heads=2, mixer="mlp_mixer")
     with pytest.raises(ArgumentError, match="an attention bias needs attention"):
-        quick(tmp_path, mixer, attention_bias=3.0)
+        quick(tmp_path / "run", mixer, attention_bias=3.0)
+    assert not (tmp_path / "run").exists(), "nothing is begun that cannot be done"
 
     class NoPattern(LinearMap):
         def pattern(self):

@@ -13,7 +13,6 @@ import numpy as np
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, nearest
 from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.mixers import mixer_class, mixer_options
-from emergent_heads.models.mixers.attention import Attention
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.storage import digest
 from emergent_heads.tasks.task import SequenceTask
@@ -45,8 +44,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_task(self.task))
-        check_bias(self.config, self.training.bias)
         if self.training.bias is not None:
+            self.training.bias.check(self.config)
             self.task.pattern()  # there must be one
 
     @property
@@ -261,20 +260,6 @@ def _axis(name: str, value: Any) -> list[Any]:
 
 def _as_tuple(mixer: "str | Sequence[str]") -> tuple[str, ...]:
     return (mixer,) if isinstance(mixer, str) else tuple(mixer)
-
-
-def check_bias(config: SmallModelConfig, bias: AttentionBias | None) -> None:
-    """Raises ArgumentError where the model has no attention for the bias, or not the layers it names."""
-    if bias is None:
-        return
-    for layer in range(config.n_layers) if bias.layers is None else bias.layers:
-        if not 0 <= layer < config.n_layers:
-            raise ArgumentError(f"an attention bias on layer {layer}: the model has layers 0 to {config.n_layers - 1}")
-        if not issubclass(mixer_class(config.mixers[layer]), Attention):
-            raise ArgumentError(
-                f"an attention bias needs attention, and the mixer of layer {layer} is {config.mixers[layer]}; "
-                "choose other layers or train without a bias"
-            )
 
 
 def _plain(value: Any) -> Any:

@@ -40,12 +40,14 @@ class Plan:
         """The plan, checked as far as it can be before anything is made.
 
         Raises:
-            ArgumentError: the task does not fit the model, or has no right attention pattern for the bias, or there is
-                no such device.
+            ArgumentError: the task does not fit the model, the model cannot take the attention bias, the task has no
+                right pattern for it, or there is no such device.
         """
-        device = _usable(device)
-        pattern = task.pattern().to(device) if settings.bias is not None else None
-        return cls(config.for_task(task), task, settings, device, pattern)
+        config, device, pattern = config.for_task(task), _usable(device), None
+        if settings.bias is not None:
+            settings.bias.check(config)
+            pattern = task.pattern().to(device)
+        return cls(config, task, settings, device, pattern)
 
     @property
     def batch_size(self) -> int:
