@@ -438,6 +438,8 @@ def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] 
     decades = [10.0**power for power in range(-1, 13)]
     factors = (1,) if high > 50 * low else (1, 2, 5)
     ticks = [factor * decade for decade in decades for factor in factors if 0.8 * low <= factor * decade <= high]
+    if len(ticks) < 2:  # a narrow range: its ends say more than a round number
+        ticks = sorted({float(low), float(high)})
     ticks = [0.0, *(tick for tick in ticks if tick > 2 * low)] if min(steps) <= 0 else ticks
     name = EngFormatter(sep="")
     axis.set_ticks([*ticks, *marks], [*map(name, ticks), *marks.values()])

@@ -513,6 +513,11 @@ def test_the_plot_shows_every_run():
     assert result.plot("n_heads", "share_learned").axes[0].get_ylabel() == "share learned"
 
 
+def test_a_narrow_range_of_steps_has_ticks_at_its_ends():
+    axes = made_up({(1, 0): 40, (2, 0): 30}).plot("n_heads").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["30", "40"]
+
+
 def test_settings_that_are_words_or_missing_are_plotted():
     runs = tiny(mixer=["attention", "linear"], clip=[None, 1.0])
     measures = {"status": "solved", "step_solved": 4, "last_step": 4, "share_learned": 1.0}
