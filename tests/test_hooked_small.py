@@ -31,7 +31,7 @@ def small(settings: str, seed: int = 0) -> eh.SmallModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.7)  # patterns far from uniform
-    return model
+    return model.eval()  # TransformerLens 4 patches no model in training mode
 
 
 @pytest.fixture
