@@ -136,6 +136,15 @@ def test_the_tools_of_the_cache_decompose_the_logits(shape, tokens):
     torch.testing.assert_close(direct, logits, atol=1e-4, rtol=1e-4)
 
 
+def test_circuitsvis_shows_its_patterns(tokens):
+    circuitsvis = pytest.importorskip("circuitsvis", reason="needs circuitsvis, of the extra notebook")
+    _, cache = eh.SmallModel(config_of("GPT-2 style")).run_with_cache(tokens)
+    shown = circuitsvis.attention.attention_patterns(
+        [str(token) for token in tokens[0].tolist()], cache["pattern", 0][0]
+    )
+    assert "AttentionPatterns" in str(shown)
+
+
 def test_stopping_at_a_layer_and_losses(tokens):
     model = eh.SmallModel(config_of("GPT-2 style"))
     logits, cache = model.run_with_cache(tokens)
