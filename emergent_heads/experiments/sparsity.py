@@ -18,7 +18,7 @@ COPIED = 0.6
 
 def _arms(recipes: Recipes) -> list[Arm]:
     size = recipes.sized(small=10, paper=16)
-    sparsities = recipes.sized(small=[1, 2, 3, 4, 5, 6, 8, 9, 10], paper=range(1, 17))
+    sparsities = recipes.sized(small=[1, 2, 3, 5, 6, 8, 9, 10], paper=range(1, 17))
     seeds = range(recipes.sized(small=5, paper=3))
     return [Arm(LINEAR_MAP, "", s, recipes.linear_map(state_size=size, sparsity=s, seed=seeds)) for s in sparsities]
 
