@@ -109,7 +109,9 @@ def _log_steps(axes: "Axes", runs: pd.DataFrame, measure: str, never: float | No
     steps = event_times(runs, measure)[0]
     low, high = max(steps.min(), 10.0) / 1.3, steps.max() * 1.2
     axes.set_yscale("log")
-    ticks = [step for power in range(6) for step in (10**power, 2 * 10**power, 5 * 10**power) if low <= step <= high]
+    ticks = _round_steps((10, 20, 50), low, high)
+    if len(ticks) < 3:
+        ticks = _round_steps((10, 15, 20, 30, 40, 50, 60, 80), low, high)
     labels = [f"{step:,}" for step in ticks]
     if never is not None:
         high = never * 1.15
@@ -118,6 +120,10 @@ def _log_steps(axes: "Axes", runs: pd.DataFrame, measure: str, never: float | No
     axes.set_yticks(ticks, labels)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(low, high)
+
+
+def _round_steps(leading: Sequence[int], low: float, high: float) -> list[int]:
+    return [step * 10**power for power in range(5) for step in leading if low <= step * 10**power <= high]
 
 
 def _never_height(runs: pd.DataFrame, measure: str) -> float:
