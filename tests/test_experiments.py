@@ -150,6 +150,11 @@ def test_runs_that_never_get_there_count_with_their_last_step():
     assert "at least" in check.says
 
 
+def test_a_small_ratio_of_runs_that_were_cut_short_settles_nothing():
+    assert slower("part", rows([None, None, None], horizon=1000), rows([900, 950, 900])).holds is True
+    assert slower("part", rows([None, None, 900], horizon=1000), rows([1000, 990, 900])).holds is None
+
+
 def test_two_arms_that_never_get_there_settle_nothing():
     assert slower("part", rows([None] * 3), rows([None] * 3)).holds is None
 

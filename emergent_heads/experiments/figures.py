@@ -1,6 +1,6 @@
 """Figures of the experiments, in the look of `emergent_heads.plots`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +20,13 @@ AT_THE_END = {"share_learned": "share of output tokens learned", "excess_loss_na
 
 
 def by_setting(
-    varied: str, measure: str = "step_solved", *, log: bool = True
+    varied: str, measure: "str | Mapping[str, str]" = "step_solved", *, log: bool = True
 ) -> "Callable[[pd.DataFrame, Judgement], Figure]":
     """A figure with a panel per task, the varied setting along x and a line per setting; a `Study.draw`.
 
     Args:
         varied: label of the x axis.
-        measure: "step_solved", "step_left_plateau", "share_learned" or "excess_loss_nats".
+        measure: "step_solved", "step_left_plateau", "share_learned" or "excess_loss_nats"; or one per task.
         log: whether a numerical x axis is logarithmic.
     """
 
@@ -36,7 +36,7 @@ def by_setting(
     return draw
 
 
-def panels(runs: pd.DataFrame, varied: str, measure: str, *, log: bool = True) -> "Figure":
+def panels(runs: pd.DataFrame, varied: str, measure: "str | Mapping[str, str]", *, log: bool = True) -> "Figure":
     """A mark per run, a cross at the top for one that never got there, and means with 95 % intervals over seeds."""
     import matplotlib.pyplot as plt
 
@@ -51,10 +51,12 @@ def panels(runs: pd.DataFrame, varied: str, measure: str, *, log: bool = True) -
         plt.close(figure)
         settings = list(dict.fromkeys(runs["setting"]))
         for axes, task in zip(grid.flat, tasks, strict=True):
-            _panel(axes, runs.loc[runs["task"] == task], settings, measure, log=log)
+            of_task = measure if isinstance(measure, str) else measure[task]
+            _panel(axes, runs.loc[runs["task"] == task], settings, of_task, log=log)
             axes.set_title(task)
             axes.set_xlabel(varied)
-        grid.flat[0].set_ylabel({**EVENTS, **AT_THE_END}[measure])
+            if task == tasks[0] or not isinstance(measure, str):
+                axes.set_ylabel({**EVENTS, **AT_THE_END}[of_task])
         if settings != [""]:
             entries: dict[str, Any] = {}
             for axes in grid.flat:

@@ -33,7 +33,6 @@ _PAPER: Mapping[str, Any] = {
     "warmup_steps": 200,
     "tokens_per_batch": 8192,
     "evaluate_every": 50,
-    "n_held_out": 512,
     "checkpoints": (),
 }
 # A linear map is solved at 95 % of the way to the floor: with one output bit unlearned no run of up to 16 gets there.
