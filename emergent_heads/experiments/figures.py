@@ -61,7 +61,9 @@ def panels(runs: pd.DataFrame, varied: str, measure: "str | Mapping[str, str]", 
             entries: dict[str, Any] = {}
             for axes in grid.flat:
                 entries |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-            figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=max(2, len(tasks)))
+            figure.legend(
+                list(entries.values()), list(entries), loc="outside upper center", ncols=max(2, min(3, len(settings)))
+            )
     return figure
 
 

@@ -110,7 +110,10 @@ def _page(findings: Sequence[tuple[Experiment, Finding]]) -> Iterator[str]:
         for experiment, finding in findings
     )
     yield markdown_table(overview)
-    yield "Seconds are of one core, all runs together; runs that experiments share are counted in each of them.\n"
+    yield (
+        "Seconds are those of the clock during training, all runs together; two were trained at a time, on two busy "
+        "cores. Runs that experiments share are counted in each of them.\n"
+    )
     for number, (experiment, finding) in enumerate(findings, start=1):
         yield from _section(number, experiment, finding)
 
@@ -125,7 +128,7 @@ def _section(number: int, experiment: Experiment, finding: Finding) -> Iterator[
     yield f"\n![{experiment.title}](images/findings/{experiment.name}.png)\n"
     yield markdown_table(_short_table(finding.table))
     failed = int((finding.runs["status"] == "failed").sum())
-    trained = f"{finding.runs['run'].nunique()} runs, {finding.seconds:.0f} seconds of one core"
+    trained = f"{finding.runs['run'].nunique()} runs, {finding.seconds:.0f} seconds of training"
     yield f"**Sizes.** {trained}{f', {failed} failed' if failed else ''}. {_settings(finding.about)}\n"
     if experiment.notes:
         yield f"**Differences from the paper, and what was tried.** {experiment.notes}\n"
