@@ -26,7 +26,7 @@ class Experiment:
         name: on the command line.
         title: the finding in a few words.
         claim: what the paper says, in one sentence.
-        rule: what makes the claim hold or not, fixed before the runs.
+        rule: what makes the claim hold or not.
         home: module and name of the `Study` that does the work.
         notes: how scale "small" differs from what the paper did, and what else was tried.
     """

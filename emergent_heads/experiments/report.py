@@ -39,11 +39,22 @@ experiments vary one thing at a time around that base, and share its runs.
   throughout. AdamW's second beta, between 0.95 and 0.99, made no difference beyond that between seeds.
 - Initialisation: PyTorch's default, with embeddings of standard deviation 1. The plateau depends on it: with 0.02 a
   linear map of 16 cells learned nothing in 1,700 steps.
-- MLP-Mixer: eight hidden units per position. With four it took about 1.3 times the steps; with one, S = 16 was not
-  begun in 1,500 steps.
+- MLP-Mixer: eight hidden units per position. With four it took about 1.3 times the steps. At width 128 and S = 16
+  (one seed) eight learned all bits in 900 steps, one learned ten of them and no more in 1,500.
 - A linear map counts as solved at 95 % of the way from plateau to floor, where no output bit is left at chance (of
   8 bits each is 12.5 % of the way; some may still be refined). On automata the tables are learned by heart long after
   the pattern was found, so half of the way counts. With 16 rules and 6 states that took more than 1,000 steps.
+
+## What was changed after a first look
+
+The rules were written before the runs. These changes were made after some runs were seen:
+
+- Single bits are judged at S = 12 in place of 8, without early stop and without bits that can be copied; context
+  length by the steps to solve in place of those to leave the plateau; the other mixers also on automata of S = 12.
+  What came out before is said with each of them.
+- Five seeds in place of three wherever they fit into ten minutes, which not all experiments needed.
+- A small ratio whose slow runs were cut short by the last step no longer counts against a claim: it is a lower bound.
+- Sparsity 4 was tried and left out to save time; it does not enter the rule.
 """
 _SETTINGS = (
     "state_size",
