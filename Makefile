@@ -4,7 +4,7 @@
 #   make test            lint, types and tests on transformer-lens 3.x, then the tests on transformer-lens 4.x
 #   make lint            ruff and basedpyright only
 #   make test-realmodel  the four capabilities on SmolLM2-135M, which comes from PyPI as a package (90 MB)
-#   make bench           speed of ranking against TransformerLens' own loop
+#   make bench           speed of ranking, of training steps and of data, each against a peer in the same run
 #   make clean           remove environments, caches and results
 
 PYTHON ?= python3
