@@ -565,8 +565,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Reproduces a finding of the sparse-attention paper (arXiv 2606.25010): trains, judges the claim by a rule fixed
-    before, and draws. Without a name it lists the findings with their claims.
+    """Reproduces a finding of the sparse-attention paper (arXiv 2606.25010): trains, judges the claim by a stated
+    rule, and draws. Without a name it lists the findings with their claims.
 
     The same line again trains only what is missing; findings in one folder share their runs.
 

@@ -342,8 +342,8 @@ def test_a_checkpoint_has_the_bias_it_was_trained_with(tmp_path):
 @pytest.mark.parametrize(
     ("bias", "told"),
     [
-        (AttentionBias(3.0, layers=[1]), "layer 1: the model has layers 0 to 0"),
-        (AttentionBias(3.0, heads=[0, 2]), "head 2: the model has heads 0 to 1"),
+        (AttentionBias(3.0, layers=[1]), "layer 1: this model has layers 0 to 0"),
+        (AttentionBias(3.0, heads=[0, 2]), "head 2: this model has heads 0 to 1"),
     ],
 )
 def test_a_bias_on_what_is_not_there_is_refused(tmp_path, bias, told):

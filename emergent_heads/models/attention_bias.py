@@ -8,9 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from emergent_heads.errors import ArgumentError
-from emergent_heads.models.mixers import mixer_class
-from emergent_heads.models.mixers.attention import Attention
-from emergent_heads.models.small import SmallModel, SmallModelConfig, refusing_unknown_keys
+from emergent_heads.models.small import SmallModel, refusing_unknown_keys
 
 
 @refusing_unknown_keys
@@ -55,26 +53,6 @@ class AttentionBias:
     def changes_at(self, step: int) -> bool:
         """Whether the strength after `step` steps is another than one step before."""
         return step == 0 or self.strength_at(step) != self.strength_at(step - 1)
-
-    def check(self, config: SmallModelConfig) -> None:
-        """Checks that a model of this configuration can take the bias.
-
-        Raises:
-            ArgumentError: it has no attention in a layer for the bias, or no such layer or head.
-        """
-        for layer in range(config.n_layers) if self.layers is None else self.layers:
-            if not 0 <= layer < config.n_layers:
-                raise ArgumentError(
-                    f"an attention bias on layer {layer}: the model has layers 0 to {config.n_layers - 1}"
-                )
-            if not issubclass(mixer_class(config.mixers[layer]), Attention):
-                raise ArgumentError(
-                    f"an attention bias needs attention, and the mixer of layer {layer} is {config.mixers[layer]}; "
-                    "choose other layers or train without a bias"
-                )
-        for head in self.heads or ():
-            if not 0 <= head < config.n_heads:
-                raise ArgumentError(f"an attention bias on head {head}: the model has heads 0 to {config.n_heads - 1}")
 
     def put_on(self, model: SmallModel, pattern: Bool[Tensor, "dest src"], step: int) -> None:
         """Sets the model's bias to what it is after `step` steps.

@@ -176,6 +176,26 @@ class SmallModelConfig:
             context=self.context or task.length,
         )
 
+    def check_attention(self, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> None:
+        """Checks that these layers (default: all) are attention, with these heads, so that they can take a bias.
+
+        Raises:
+            ArgumentError: one is not, or there is no such layer or head.
+        """
+        for layer in range(self.n_layers) if layers is None else layers:
+            if not 0 <= layer < self.n_layers:
+                raise ArgumentError(
+                    f"an attention bias on layer {layer}: this model has layers 0 to {self.n_layers - 1}"
+                )
+            if not issubclass(mixer_class(self.mixers[layer]), Attention):
+                raise ArgumentError(
+                    f"an attention bias needs attention, and the mixer of layer {layer} is {self.mixers[layer]}; "
+                    "choose other layers or train without a bias"
+                )
+        for head in heads or ():
+            if not 0 <= head < self.n_heads:
+                raise ArgumentError(f"an attention bias on head {head}: this model has heads 0 to {self.n_heads - 1}")
+
     def settings(self) -> dict[str, Any]:
         """The fields as plain values, for a manifest; `SmallModelConfig(**settings)` makes it again."""
         return {**asdict(self), "mixer": self.mixer if isinstance(self.mixer, str) else list(self.mixer)}
@@ -328,14 +348,13 @@ class SmallModel(HookedRootModule):
         Raises:
             ArgumentError: a layer that is not attention, or there is no such layer or head.
         """
-        chosen = list(range(self.config.n_layers)) if layers is None else list(layers)
-        before = {layer: self._attention(layer).bias for layer in chosen}
+        before = [(attention, attention.bias) for attention in self._attention(layers)]
         self.set_attention_bias(pattern, strength, layers=layers, heads=heads)
         try:
             yield
         finally:
-            for layer, bias in before.items():
-                self._attention(layer).bias = bias
+            for attention, bias in before:
+                attention.bias = bias
 
     def set_attention_bias(
         self,
@@ -346,8 +365,7 @@ class SmallModel(HookedRootModule):
         heads: Sequence[int] | None = None,
     ) -> None:
         """As `attention_bias`, until it is set again; None takes the bias of these layers away."""
-        chosen = range(self.config.n_layers) if layers is None else layers
-        attentions = [self._attention(layer) for layer in chosen]
+        attentions = self._attention(layers, heads)
         bias = None if pattern is None else self._bias(pattern, strength, heads)
         for attention in attentions:
             attention.bias = bias
@@ -429,23 +447,16 @@ class SmallModel(HookedRootModule):
         bias = strength * pattern.to(self.embed.weight)[None]
         if heads is None:
             return bias
-        for head in heads:
-            if not 0 <= head < self.config.n_heads:
-                raise ArgumentError(f"head {head}: this model has heads 0 to {self.config.n_heads - 1}")
         chosen = torch.zeros(self.config.n_heads, 1, 1, device=bias.device, dtype=bias.dtype)
         chosen[list(heads)] = 1.0
         return chosen * bias
 
-    def _attention(self, layer: int) -> Attention:
-        if not 0 <= layer < self.config.n_layers:
-            raise ArgumentError(f"layer {layer}: this model has layers 0 to {self.config.n_layers - 1}")
-        mixer = self.block_list[layer].token_mixer
-        if not isinstance(mixer, Attention):
-            raise ArgumentError(
-                f"an attention bias needs attention, and the mixer of layer {layer} is {self.config.mixers[layer]}; "
-                "choose other layers or train without a bias"
-            )
-        return mixer
+    def _attention(self, layers: Sequence[int] | None, heads: Sequence[int] | None = None) -> list[Attention]:
+        """The mixers of these layers (default: all), which must be attention with these heads."""
+        self.config.check_attention(layers, heads)
+        blocks = self.block_list
+        chosen = range(len(blocks)) if layers is None else layers
+        return [blocks[layer].token_mixer for layer in chosen]  # pyright: ignore[reportReturnType]
 
     def _check(self, tokens: Tensor) -> None:
         context, size = self.config.context, self.config.vocabulary_size

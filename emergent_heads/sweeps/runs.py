@@ -45,7 +45,7 @@ class RunSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_task(self.task))
         if self.training.bias is not None:
-            self.training.bias.check(self.config)
+            self.config.check_attention(self.training.bias.layers, self.training.bias.heads)
             self.task.pattern()  # there must be one
 
     @property

@@ -45,7 +45,7 @@ class Plan:
         """
         config, device, pattern = config.for_task(task), _usable(device), None
         if settings.bias is not None:
-            settings.bias.check(config)
+            config.check_attention(settings.bias.layers, settings.bias.heads)
             pattern = task.pattern().to(device)
         return cls(config, task, settings, device, pattern)
 
