@@ -127,3 +127,56 @@ def check_same_as(
         torch.testing.assert_close(
             parameter.grad, gradients[name], atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def drawn(module: torch.nn.Module, seed: int = 0) -> Any:
+    """All parameters drawn anew, so that none stands at a value that hides a mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return module
+
+
+def check_pattern_mixes_any_values(model: Any, d_value: int, **tolerance: float) -> None:
+    """The implied matrices are causal, and times values put in the mixers' place they give what comes out."""
+    tokens = torch.randint(VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(0))
+    patterns = eh.effective_pattern(model, tokens)
+    values = torch.randn(2, 21, 2, d_value, generator=torch.Generator().manual_seed(1))
+    for layer, pattern in patterns.items():
+        assert pattern.shape == (2, 2, 21, 21)
+        assert (pattern.triu(1) == 0).all()
+        read = {}
+        hooks = [
+            (f"blocks.{layer}.mixer.hook_v", lambda value, hook: values),
+            (f"blocks.{layer}.mixer.hook_recurrence_out", lambda value, hook, read=read: read.update(out=value)),
+        ]
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+        mixed = torch.einsum("rhds,rshv->rdhv", pattern, values)
+        torch.testing.assert_close(mixed, read["out"], **tolerance)
+
+
+def check_stacked_gradients(mixers: list[Any]) -> None:
+    """On one input, gradients of stacked parameters are those of each mixer alone."""
+    parameters, _ = torch.func.stack_module_state(mixers)
+    x = torch.randn(2, 19, D_MODEL, generator=torch.Generator().manual_seed(0))
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(mixers[0], parameters, (x,)).square().mean()
+
+    stacked = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(parameters, x)
+    for index, mixer in enumerate(mixers):
+        mixer(x).square().mean().backward()
+        for name, parameter in mixer.named_parameters():
+            torch.testing.assert_close(stacked[name][index], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def check_half_precision(mixer: Any) -> None:
+    """Under automatic mixed precision the output is near the full one, and gradients are finite."""
+    mixer.initialise(torch.Generator().manual_seed(0))
+    x = torch.randn(2, 21, D_MODEL, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = mixer(x)
+        half.float().square().sum().backward()
+    torch.testing.assert_close(half.float(), mixer(x), rtol=0.1, atol=0.05)
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())

@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 import pytest
+from command_line import complaint, run
 from pandas.testing import assert_frame_equal
 
 import emergent_heads as eh
@@ -46,19 +47,6 @@ def scores(tmp_path) -> Path:
     )
     table.to_csv(tmp_path / "scores.csv", index=False)
     return tmp_path / "scores.csv"
-
-
-def run(*arguments: object) -> int:
-    return cli.main([str(argument) for argument in arguments])
-
-
-def complaint(capsys) -> str:
-    """What was said on stderr: one line of the program's, and nothing on stdout."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("emergent-heads: ")
-    return captured.err
 
 
 # --- the same as in Python

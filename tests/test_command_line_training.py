@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pandas as pd
 import pytest
+from command_line import complaint, run
 from pandas.testing import assert_frame_equal
 
 from emergent_heads import cli, tasks
@@ -45,18 +46,6 @@ class Own(Mixer):
         return self.out(x)
 
 """
-
-
-def run(*arguments: object) -> int:
-    return cli.main([str(argument) for argument in arguments])
-
-
-def complaint(capsys) -> str:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("emergent-heads: ")
-    return captured.err
 
 
 # --- train

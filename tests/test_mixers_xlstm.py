@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import functional_call, grad, stack_module_state, vmap
+from recurrent_mixers import check_half_precision, check_pattern_mixes_any_values, check_stacked_gradients, drawn
 from transformer_lens.hook_points import HookPoint
 
 import emergent_heads as eh
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.mixers import xlstm
 from emergent_heads.models.mixers.xlstm import XLSTM, mlstm, mlstm_states
-from emergent_heads.models.small import SmallModel, SmallModelConfig, effective_pattern
+from emergent_heads.models.small import SmallModel, SmallModelConfig
 
 HOOKS = {
     *("q", "k", "v", "input_gate", "forget_gate", "state", "normaliser"),
@@ -25,15 +25,6 @@ OPTIONS = {"d_key": 6, "d_value": 10, "chunk_size": 8}
 def config_of(**changed) -> SmallModelConfig:
     shape = {"mixer": "xlstm", "mixer_options": OPTIONS, "vocabulary_size": 11, "context": 40}
     return SmallModelConfig(2, **{"d_model": 16, "n_heads": 2, **shape, **changed})
-
-
-def drawn(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """All parameters drawn anew, so that none stands at a value that hides a mistake."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return module
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -223,47 +214,15 @@ def test_listening_to_the_states_changes_nothing():
 
 
 def test_the_effective_pattern_mixes_any_values_as_the_cell_does():
-    model = drawn(SmallModel(config_of()))
-    tokens = torch.randint(11, (2, 21), generator=torch.Generator().manual_seed(0))
-    patterns = effective_pattern(model, tokens)
-    values = torch.randn(2, 21, 2, OPTIONS["d_value"], generator=torch.Generator().manual_seed(1))
-    for layer, pattern in patterns.items():
-        assert pattern.shape == (2, 2, 21, 21)
-        assert (pattern.triu(1) == 0).all()
-        read = {}
-        hooks = [
-            (f"blocks.{layer}.mixer.hook_v", lambda value, hook: values),
-            (f"blocks.{layer}.mixer.hook_recurrence_out", lambda value, hook, read=read: read.update(out=value)),
-        ]
-        model.run_with_hooks(tokens, fwd_hooks=hooks)
-        mixed = torch.einsum("rhds,rshv->rdhv", pattern, values)
-        torch.testing.assert_close(mixed, read["out"], rtol=1e-4, atol=1e-5)
+    check_pattern_mixes_any_values(drawn(SmallModel(config_of())), OPTIONS["d_value"], rtol=1e-4, atol=1e-5)
 
 
 def test_stacked_parameters_give_each_seed_its_own_gradients():
-    mixers = [drawn(XLSTM(config_of(), 0, **OPTIONS), seed) for seed in (0, 1)]
-    parameters, _ = stack_module_state(mixers)
-    x = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0))
-
-    def loss(parameters, x):
-        return functional_call(mixers[0], parameters, (x,)).square().mean()
-
-    stacked = vmap(grad(loss), in_dims=(0, None))(parameters, x)
-    for index, mixer in enumerate(mixers):
-        mixer(x).square().mean().backward()
-        for name, parameter in mixer.named_parameters():
-            torch.testing.assert_close(stacked[name][index], parameter.grad, rtol=1e-4, atol=1e-5)
+    check_stacked_gradients([drawn(XLSTM(config_of(), 0, **OPTIONS), seed) for seed in (0, 1)])
 
 
 def test_half_precision_is_kept_out_of_the_recurrence():
-    mixer = XLSTM(config_of(), 0, **OPTIONS)
-    mixer.initialise(torch.Generator().manual_seed(0))
-    x = torch.randn(2, 21, 16, generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = mixer(x)
-        half.float().square().sum().backward()
-    torch.testing.assert_close(half.float(), mixer(x), rtol=0.1, atol=0.05)
-    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+    check_half_precision(XLSTM(config_of(), 0, **OPTIONS))
 
 
 def test_gates_start_nearly_all_kept_and_the_same_for_every_input():

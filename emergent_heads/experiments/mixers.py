@@ -1,5 +1,6 @@
 """Findings 8 to 10: the causal MLP-Mixer and the other token mixers against attention."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +9,7 @@ from emergent_heads.experiments.comparisons import slower
 from emergent_heads.experiments.figures import by_setting
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Judgement, Study, Verdict, select
+from emergent_heads.sweeps import RunSpec
 
 ATTENTION, MLP_MIXER = "attention", "mlp_mixer"
 EVENTS = {LINEAR_MAP: "step_solved", AUTOMATA: "step_left_plateau"}
@@ -16,44 +18,33 @@ OTHERS = ("mamba", "mamba2", "gated_delta_net", "rwkv4", "rwkv7", "xlstm", "line
 
 
 def _mixer_linear_map(recipes: Recipes) -> list[Arm]:
-    sizes = recipes.sized(small=[8, 10], paper=[16])
-    return [
-        Arm(LINEAR_MAP, mixer, size, recipes.linear_map(mixer=mixer, state_size=size, seed=range(5)))
-        for mixer in (ATTENTION, MLP_MIXER)
-        for size in sizes
-    ]
+    return _with_the_mixer(LINEAR_MAP, recipes.linear_map, recipes.sized(small=[8, 10], paper=[16]))
 
 
 def _mixer_automata(recipes: Recipes) -> list[Arm]:
-    sizes = recipes.sized(small=[4, 8], paper=[16])
+    return _with_the_mixer(AUTOMATA, recipes.automata, recipes.sized(small=[4, 8], paper=[16]))
+
+
+def _with_the_mixer(task: str, runs_of: Callable[..., list[RunSpec]], sizes: Sequence[int]) -> list[Arm]:
     return [
-        Arm(AUTOMATA, mixer, size, recipes.automata(mixer=mixer, state_size=size, seed=range(5)))
+        Arm(task, mixer, size, runs_of(mixer=mixer, state_size=size, seed=range(5)))
         for mixer in (ATTENTION, MLP_MIXER)
         for size in sizes
     ]
 
 
 def _judge_mixer_linear_map(runs: pd.DataFrame, _: Path) -> Judgement:
-    return Judgement(
-        [
-            slower(
-                f"{LINEAR_MAP}, S = {size:g}, attention against MLP-Mixer",
-                select(runs, x=size, setting=ATTENTION),
-                select(runs, x=size, setting=MLP_MIXER),
-            )
-            for size in sorted(runs["x"].unique())
-        ]
-    )
+    return _slower_at_each_size(runs, f"{LINEAR_MAP}, S = {{}}, attention against MLP-Mixer", ATTENTION, MLP_MIXER)
 
 
 def _judge_mixer_automata(runs: pd.DataFrame, _: Path) -> Judgement:
+    return _slower_at_each_size(runs, f"{AUTOMATA}, S = {{}}, MLP-Mixer against attention", MLP_MIXER, ATTENTION)
+
+
+def _slower_at_each_size(runs: pd.DataFrame, part: str, slow: str, fast: str) -> Judgement:
     return Judgement(
         [
-            slower(
-                f"{AUTOMATA}, S = {size:g}, MLP-Mixer against attention",
-                select(runs, x=size, setting=MLP_MIXER),
-                select(runs, x=size, setting=ATTENTION),
-            )
+            slower(part.format(f"{size:g}"), select(runs, x=size, setting=slow), select(runs, x=size, setting=fast))
             for size in sorted(runs["x"].unique())
         ]
     )
