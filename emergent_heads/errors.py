@@ -6,6 +6,8 @@ Each message says what is wrong, where, and what to do. The command line prints 
 
 import difflib
 from collections.abc import Iterable
+from operator import index
+from typing import Any
 
 
 class EmergentHeadsError(Exception):
@@ -97,3 +99,18 @@ def nearest(name: object, valid: Iterable[object], n: int = 3) -> str:
     choices = [str(choice) for choice in valid]
     close = difflib.get_close_matches(str(name), choices, n=n, cutoff=0.0)
     return "nearest: " + ", ".join(close) if close else "there is none"
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int:
+    """`value` as a plain int.
+
+    Raises:
+        ArgumentError: it is no whole number, or below `least`.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    return number

@@ -35,6 +35,10 @@ OnPattern = Callable[[int, Tensor, Tensor], Tensor | None]
 returns takes the pattern's place."""
 
 
+EMBEDDING = -1
+"""The layer before the first block, where the residual stream holds the embeddings."""
+
+
 class Answers(NamedTuple):
     """How well the target is predicted at each prompt's answer position, on the CPU."""
 
@@ -141,13 +145,18 @@ class HookedModel(ABC):
         layers: Sequence[int],
         positions: Int[Tensor, "prompt kept"] | None = None,
     ) -> Float[Tensor, "layer prompt kept d_model"]:
-        """Residual stream after each of these blocks (`resid_post`), at given positions of each prompt or at all."""
+        """Residual stream after each of these blocks (`resid_post`), at given positions of each prompt or at all.
+
+        Layer -1 (`EMBEDDING`) is what enters the first block: token and position embeddings.
+        """
         tokens = tokens.to(self.device)
         self._check_tokens(tokens)
         found: dict[int, Tensor] = {}
         with self.evaluating(), without_running(self.unembedding), ExitStack() as stack:
-            for layer in self._checked_layers(layers):
+            for layer in self._checked_layers([layer for layer in layers if layer != EMBEDDING]):
                 stack.enter_context(editing_output(self.blocks[layer], keep_in(found, layer)))
+            if EMBEDDING in layers:
+                stack.enter_context(editing_input(self.blocks[0], keep_in(found, EMBEDDING)))
             self.run(tokens)
         resid = torch.stack([found[layer] for layer in layers])
         if positions is None:

@@ -3,7 +3,10 @@
 `from emergent_heads import tasks` needs neither torch nor transformers.
 """
 
+from emergent_heads.tasks.algorithmic import AlgorithmicTask
+from emergent_heads.tasks.arithmetic import Addition
 from emergent_heads.tasks.cellular_automata import CellularAutomaton
+from emergent_heads.tasks.features import Feature, FeatureValues
 from emergent_heads.tasks.language import (
     from_table,
     from_tokens,
@@ -16,7 +19,11 @@ from emergent_heads.tasks.linear_map import LinearMap
 from emergent_heads.tasks.task import PromptBatch, PromptTask, SequenceBatch, SequenceTask
 
 __all__ = [
+    "Addition",
+    "AlgorithmicTask",
     "CellularAutomaton",
+    "Feature",
+    "FeatureValues",
     "LinearMap",
     "PromptBatch",
     "PromptTask",

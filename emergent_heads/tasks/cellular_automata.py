@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from emergent_heads.errors import ArgumentError, nearest
+from emergent_heads.errors import ArgumentError, nearest, whole_number
 from emergent_heads.randomness import numpy_generator
-from emergent_heads.tasks.state_sequences import StateSequenceTask, as_tuples, whole_number, whole_numbers
+from emergent_heads.tasks.state_sequences import StateSequenceTask, as_tuples, whole_numbers
 
 if TYPE_CHECKING:
     import torch

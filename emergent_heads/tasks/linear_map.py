@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from emergent_heads.errors import ArgumentError
+from emergent_heads.errors import ArgumentError, whole_number
 from emergent_heads.randomness import numpy_generator
-from emergent_heads.tasks.state_sequences import StateSequenceTask, as_tuples, whole_number, whole_numbers
+from emergent_heads.tasks.state_sequences import StateSequenceTask, as_tuples, whole_numbers
 
 if TYPE_CHECKING:
     import torch

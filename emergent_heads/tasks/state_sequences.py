@@ -10,13 +10,12 @@ import math
 from abc import abstractmethod
 from dataclasses import fields
 from functools import cached_property
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from emergent_heads.errors import ArgumentError
+from emergent_heads.errors import ArgumentError, whole_number
 from emergent_heads.randomness import torch_generator
 from emergent_heads.tasks.task import SequenceBatch, SequenceTask
 
@@ -145,21 +144,6 @@ class StateSequenceTask(SequenceTask):
     def __getstate__(self) -> dict[str, Any]:
         """The settings only: what was computed from them need not travel to another process."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
-
-
-def whole_number(name: str, value: Any, *, least: int) -> int:
-    """`value` as a plain int.
-
-    Raises:
-        ArgumentError: it is no whole number, or below `least`.
-    """
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-    return number
 
 
 def whole_numbers(name: str, values: Any, *, below: int) -> "Int[np.ndarray, 'row column']":

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from emergent_heads.errors import OutputError
+from emergent_heads.errors import OutputError, whole_number
 from emergent_heads.models.small import SmallModelConfig
-from emergent_heads.tasks.state_sequences import whole_number
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.folder import RunFolder
 from emergent_heads.training.learner import Plan

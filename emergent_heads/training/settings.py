@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from emergent_heads.errors import ArgumentError
+from emergent_heads.errors import ArgumentError, whole_number
 from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.small import refusing_unknown_keys
-from emergent_heads.tasks.state_sequences import whole_number
 from emergent_heads.tasks.task import SequenceTask
 
 COSINE_END = 0.1
