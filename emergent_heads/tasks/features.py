@@ -93,7 +93,7 @@ class Feature:
             raise ArgumentError(f"feature {self.name!r}: some labels are not finite numbers")
         if self.kind != "continuous" and not np.isin(labels[~absent], (0.0, 1.0)).all():
             raise ArgumentError(
-                f"feature {self.name!r}: {self.kind} labels must be 0 or 1; use "continuous""
+                f"feature {self.name!r}: {self.kind} labels must be 0 or 1; other labels are of the kind continuous"
             )
         return FeatureValues(labels, np.where(absent, -1, positions))
 
