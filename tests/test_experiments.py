@@ -417,3 +417,16 @@ def test_the_paper_scale_trains(tmp_path):
 def test_every_experiment_runs_at_the_papers_sizes(name, tmp_path):
     found = run_experiment(name, tmp_path, scale="paper", max_steps=20, workers=1, device="cuda", progress=False)
     assert (found.runs["status"] != "failed").all()
+
+
+def test_a_part_of_the_page_without_new_findings_stays(tiny, tmp_path):
+    page = tmp_path / "findings.md"
+    kept = "<!-- begin: quiet features -->\nas it was\n<!-- end: quiet features -->\n"
+    page.write_text(f"# Findings\n\n<!-- begin: sparse attention -->\nold\n<!-- end: sparse attention -->\n\n{kept}")
+    run_experiment("context-length", tmp_path / "out", workers=0, progress=False)
+    write_page(tmp_path / "out", page)
+    once = page.read_text()
+    assert once.endswith(kept)
+    assert "\nold\n" not in once
+    write_page(tmp_path / "out", page)
+    assert page.read_text() == once

@@ -1,7 +1,7 @@
 """The findings that can be reproduced, by name. Importing this brings no torch: the work is in each one's home.
 
 The claims are those of "Emergent Capabilities Arise Randomly from Learning Sparse Attention Patterns"
-(arXiv 2606.25010).
+(arXiv 2606.25010) and of "Quiet Feature Learning in Algorithmic Tasks" (arXiv 2505.03997).
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from emergent_heads.experiments.study import Study
 
 Scale = Literal["small", "paper"]
+Paper = Literal["sparse attention", "quiet features"]
 SCALES: tuple[Scale, ...] = ("small", "paper")
 
 
@@ -29,6 +30,7 @@ class Experiment:
         rule: what makes the claim hold or not.
         home: module and name of the `Study` that does the work.
         notes: how scale "small" differs from what the paper did, and what else was tried.
+        paper: whose claim it is.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Experiment:
     rule: str
     home: str
     notes: str = ""
+    paper: Paper = "sparse attention"
 
     def study(self) -> "Study":
         """The runs, the judgement and the figure; imports torch."""

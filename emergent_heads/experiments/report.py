@@ -3,29 +3,31 @@
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
 from emergent_heads.errors import NoCheckpointsError
-from emergent_heads.experiments.registry import EXPERIMENTS, Experiment
+from emergent_heads.experiments.registry import EXPERIMENTS, Experiment, Paper
 from emergent_heads.experiments.reproduce import Finding, read_finding
 from emergent_heads.storage import atomic_path
 
-_INTRODUCTION = """\
-# Findings about sparse attention, reproduced
+_HEAD = """\
+# Findings, reproduced
 
-The claims are those of "Emergent Capabilities Arise Randomly from Learning Sparse Attention Patterns"
-(arXiv 2606.25010). Each was tried with `emergent-heads reproduce NAME`, at a size that two cores can do (`--scale
-small`); the same command with `--scale paper` carries the paper's sizes, for a GPU. This page is made from the saved
-tables by `emergent_heads.experiments.report.write_page`.
+Each was tried with `emergent-heads reproduce NAME`, at a size that two cores can do (`--scale small`); the same
+command with `--scale paper` carries the paper's sizes, for a GPU. This page is made from the saved tables by
+`emergent_heads.experiments.report.write_page`.
 
 A verdict follows from a rule that is stated with it. An interval is a 95 % bootstrap interval over seeds; with three
-seeds it is hardly more than the range of the seeds, so "holds" then means that all three agree. Steps are restricted
-means: a run that never got there counts with its last step. "Does not hold" and "not settled" are said of these
-models at these sizes, not of the paper's.
+seeds it is hardly more than the range of the seeds, so "holds" then means that all three agree. "Does not hold" and
+"not settled" are said of these models at these sizes, not of the paper's.
+"""
+_SPARSE_ATTENTION = """\
+The claims are those of "Emergent Capabilities Arise Randomly from Learning Sparse Attention Patterns"
+(arXiv 2606.25010). Steps are restricted means: a run that never got there counts with its last step.
 
-## How the sizes were chosen
+### How the sizes were chosen
 
 The paper's optimiser, batch and initialisation are not known to us, nor is its text beyond what its authors and
 others have shown in public. `small` keeps its tasks and its plain pre-norm transformer and makes them smaller: width
@@ -45,7 +47,7 @@ experiments vary one thing at a time around that base, and share its runs.
   8 bits each is 12.5 % of the way; some may still be refined). On automata the tables are learned by heart long after
   the pattern was found, so half of the way counts. With 16 rules and 6 states that took more than 1,000 steps.
 
-## What was changed after a first look
+### What was changed after a first look
 
 The rules were written before the runs. These changes were made after some runs were seen:
 
@@ -56,6 +58,10 @@ The rules were written before the runs. These changes were made after some runs 
 - A small ratio whose slow runs were cut short by the last step no longer counts against a claim: it is a lower bound.
 - Sparsity 4 was tried and left out to save time; it does not enter the rule.
 """
+_QUIET_FEATURES = """\
+The claims are those of "Quiet Feature Learning in Algorithmic Tasks" (arXiv 2505.03997).
+"""
+_INTRODUCTIONS: Mapping[Paper, str] = {"sparse attention": _SPARSE_ATTENTION, "quiet features": _QUIET_FEATURES}
 _SETTINGS = (
     "state_size",
     "sparsity",
@@ -84,6 +90,8 @@ _SETTINGS = (
 def write_page(results: Path | str, page: Path | str) -> Path:
     """Writes the page of all experiments that were finished in `results`, and their figures beside it.
 
+    The page has a part for each paper. A part of which nothing was finished in `results` stays as it is.
+
     Args:
         results: the `out` folder of `run_experiment`.
         page: Markdown file; figures go to `images/findings/` in its folder.
@@ -103,13 +111,23 @@ def write_page(results: Path | str, page: Path | str) -> Path:
     images.mkdir(parents=True, exist_ok=True)
     for experiment, finding in findings:
         shutil.copyfile(finding.figure, images / f"{experiment.name}.png")
+    before = page.read_text() if page.is_file() else ""
+    parts = [_HEAD]
+    for paper in get_args(Paper):
+        begin, end = f"<!-- begin: {paper} -->\n", f"<!-- end: {paper} -->\n"
+        of_paper = [each for each in findings if each[0].paper == paper]
+        if of_paper:
+            parts.append(begin + "\n".join(_part(paper, of_paper)) + end)
+        elif begin in before:
+            parts.append(begin + before.partition(begin)[2].partition(end)[0] + end)
     with atomic_path(page) as temporary:
-        temporary.write_text("\n".join(_page(findings)).rstrip() + "\n")
+        temporary.write_text("\n".join(parts))
     return page
 
 
-def _page(findings: Sequence[tuple[Experiment, Finding]]) -> Iterator[str]:
-    yield _INTRODUCTION
+def _part(paper: Paper, findings: Sequence[tuple[Experiment, Finding]]) -> Iterator[str]:
+    yield f"## {paper.capitalize()}\n"
+    yield _INTRODUCTIONS[paper]
     overview = pd.DataFrame(
         {
             "finding": f"[{experiment.title}](#{experiment.name})",
@@ -131,7 +149,7 @@ def _page(findings: Sequence[tuple[Experiment, Finding]]) -> Iterator[str]:
 
 def _section(number: int, experiment: Experiment, finding: Finding) -> Iterator[str]:
     yield f'<a id="{experiment.name}"></a>\n'
-    yield f"## {number}. {experiment.title}: {finding.verdict}\n"
+    yield f"### {number}. {experiment.title}: {finding.verdict}\n"
     yield f"**Claim.** {finding.claim}\n"
     yield f"**Rule.** {finding.rule}\n"
     for holds, says, n_seeds in zip(*(finding.checks[name] for name in ("holds", "says", "n_seeds")), strict=True):
