@@ -13,6 +13,7 @@ from training_runs import CONFIG, QUICK, TASK
 from emergent_heads.errors import ArgumentError, NoCheckpointsError
 from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.small import SmallModel, SmallModelConfig
+from emergent_heads.tasks.arithmetic import Addition
 from emergent_heads.tasks.linear_map import LinearMap
 from emergent_heads.tasks.task import SequenceBatch
 from emergent_heads.training.evaluation import LEARNED, evaluate
@@ -522,3 +523,15 @@ def test_a_gpu_learns_the_same_and_goes_on_where_it_stopped(tmp_path, dtype):
     assert run.metrics["accuracy"].iloc[-1] > 0.9
     together = train_seeds(CONFIG, copying, tmp_path / "seeds", seeds=[0, 1], **{**QUICK, **settings})
     assert together[0].metrics["loss_nats"].iloc[-1] == pytest.approx(whole.metrics["loss_nats"].iloc[-1], abs=0.05)
+
+
+@pytest.mark.parametrize("task", [LinearMap(matrix=[[1, 1], [0, 1]]), Addition(3, "paper")])
+def test_a_run_knows_its_task(tmp_path, task):
+    run = train(SmallModelConfig(1, 8, 2), task, tmp_path, steps=1, tokens_per_batch=32, n_held_out=4, progress=False)
+    assert Run.open(run.path).task == task
+
+
+def test_a_run_does_not_know_a_task_of_the_users_own(run):
+    manifest = {**run.manifest, "task": {"task": "Mine"}}
+    with pytest.raises(ArgumentError, match="no task of the library"):
+        _ = Run(run.path, manifest).task

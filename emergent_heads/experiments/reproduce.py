@@ -1,12 +1,14 @@
 """Running an experiment: train what is missing, judge, draw, and keep what came out."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from emergent_heads.errors import ArgumentError, NoCheckpointsError, nearest
 from emergent_heads.experiments.registry import SCALES, Scale, find_experiment
@@ -75,7 +77,8 @@ def run_experiment(
             figure and the verdict to `out/<name>`. What is there is not trained again.
         scale: "small" for sizes that two cores can do in minutes, "paper" for the paper's sizes.
         workers: processes that train at once; 0 for this process.
-        executor: trains the runs in place of `workers`, as in `run_sweep`.
+        executor: trains the runs in place of `workers`, as in `run_sweep`; what is measured of them afterwards is
+            still measured by `workers`.
         device: where to train.
         max_steps: stop every run here, to try an experiment out.
         progress: whether to show a bar.
@@ -100,6 +103,9 @@ def run_experiment(
     how: dict[str, Any] = {"executor": executor} if executor is not None else {"workers": workers}
     sweep = run_sweep(wanted, Path(out) / RUNS, device=device, progress=progress, **how)
     runs = runs_table(arms, sweep)
+    if study.measure is not None:
+        trained = runs.loc[runs["status"] != "failed", "run"].unique()
+        _measure_all(study.measure, [Path(out) / RUNS / name for name in trained], workers or 0, progress)
     judgement = study.judge(runs, Path(out) / RUNS)
     finding = Finding(
         table=arms_table(runs, study.varied) if judgement.table is None else judgement.table,
@@ -120,6 +126,20 @@ def run_experiment(
         save_table(judgement.curves, folder / "curves.csv")
     _save(finding, folder)
     return finding
+
+
+def _measure_all(measure: "Callable[[Path], None]", folders: Sequence[Path], workers: int, progress: bool) -> None:
+    """Measures trained runs, each in a process with one torch thread, or all in this one."""
+    from emergent_heads.processes import LocalProcesses
+
+    if not workers:
+        for folder in folders:
+            measure(folder)
+        return
+    with LocalProcesses(min(workers, len(folders)), [measure.__module__]) as processes:
+        futures = [processes.submit(measure, folder) for folder in folders]
+        for future in tqdm(as_completed(futures), total=len(futures), desc="measuring", disable=not progress):
+            future.result()
 
 
 def read_finding(folder: Path | str) -> Finding:

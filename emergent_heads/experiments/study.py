@@ -87,12 +87,15 @@ class Study:
         judge: what they say; gets one row per run (see `runs_table`) and the folder of the run folders.
         draw: the figure, from the same rows and the judgement.
         varied: what `Arm.x` is, for the table and the axis.
+        measure: what else is measured of a trained run, from its folder, once: it keeps what it finds there. None for
+            nothing.
     """
 
     arms: Callable[[Recipes], list[Arm]]
     judge: Callable[[pd.DataFrame, Path], Judgement]
     draw: "Callable[[pd.DataFrame, Judgement], Figure]"
     varied: str
+    measure: "Callable[[Path], None] | None" = None
 
 
 def verdict_of(parts: Sequence[bool | None]) -> Verdict:

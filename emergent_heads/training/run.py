@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from emergent_heads import tasks
 from emergent_heads.checkpoints.run import is_small_run, read_manifest
 from emergent_heads.checkpoints.series import CheckpointSeries
-from emergent_heads.errors import NoCheckpointsError
+from emergent_heads.errors import ArgumentError, NoCheckpointsError
 from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.folder import METRICS, POSITIONS, History, RunStatus
 from emergent_heads.training.settings import TrainingSettings
 
@@ -68,6 +70,22 @@ class Run:
     def task_settings(self) -> dict[str, Any]:
         """The task's name, under "task", and its fields."""
         return self.manifest["task"]
+
+    @cached_property
+    def task(self) -> SequenceTask:
+        """The task, made again from its settings.
+
+        Raises:
+            ArgumentError: a task of the user's own, which the library cannot make.
+        """
+        settings = dict(self.task_settings)
+        made = getattr(tasks, settings.pop("task"), None)
+        if made is None:
+            raise ArgumentError(
+                f"{self.name} was trained on {self.task_settings['task']}, which is no task of the library: give the "
+                "task itself where one is asked for"
+            )
+        return made(**settings)
 
     @property
     def seed(self) -> int:
