@@ -80,6 +80,53 @@ def bootstrap_ratio(
     return Interval(value, float(low), float(high))
 
 
+def bootstrap_median(
+    values: Float[np.ndarray, " n"], *, seed: int, level: float = 0.95, n_resamples: int = 2000
+) -> Interval:
+    """Median of one sample with its percentile bootstrap interval.
+
+    Values may be infinite in one direction, as a time is that never came: an end that falls among them is infinite.
+    Of up to five values the 95 % interval reaches from the least to the greatest. With fewer than two values there is
+    nothing to resample and the interval is NaN.
+    """
+    values, nan = np.asarray(values, np.float64), float("nan")
+    n = values.size
+    if n == 0:
+        return Interval(nan, nan, nan)
+    if n < 2:
+        return Interval(float(values[0]), nan, nan)
+    draws = numpy_generator(seed, "bootstrap median", n).integers(n, size=(n_resamples, n))
+    medians = np.sort(np.median(values[draws], axis=1))
+    # No interpolation between the resamples: it has no meaning where one of two is infinite.
+    low = medians[int(np.floor((1 - level) / 2 * (n_resamples - 1)))]
+    high = medians[int(np.ceil((1 + level) / 2 * (n_resamples - 1)))]
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+def bootstrap_rank_correlation(
+    x: Float[np.ndarray, " n"],
+    y: Float[np.ndarray, " n"],
+    *,
+    seed: int,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+) -> Interval:
+    """Spearman's rank correlation with a percentile bootstrap interval over the items.
+
+    Only the order counts, so values may be infinite. NaN throughout where one side has fewer than two different
+    values; resamples in which that is so are left out of the interval.
+    """
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    n, nan = len(x), float("nan")
+    value = float(_rank_correlations(x[None], y[None])[0]) if n else nan
+    if not np.isfinite(value):
+        return Interval(nan, nan, nan)
+    draws = numpy_generator(seed, "bootstrap rank correlation", n).integers(n, size=(n_resamples, n))
+    resampled = _rank_correlations(x[draws], y[draws])
+    low, high = np.quantile(resampled[np.isfinite(resampled)], [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high))
+
+
 def censored_median(
     times: Float[np.ndarray, " n"], censored: Bool[np.ndarray, " n"], *, level: float = 0.95
 ) -> Interval:
@@ -126,6 +173,15 @@ def restricted_mean(
     counts = numpy_generator(seed, "restricted mean", n).multinomial(n, np.full(n, 1 / n), size=n_resamples)
     low, high = np.quantile(_areas(times, censored, counts, horizon), [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(value), float(low), float(high))
+
+
+def _rank_correlations(x: Float[np.ndarray, "rows n"], y: Float[np.ndarray, "rows n"]) -> Float[np.ndarray, " rows"]:
+    """Spearman's correlation of each row; NaN where one side is constant."""
+    ranks = [stats.rankdata(side, axis=1) for side in (x, y)]
+    x_centred, y_centred = (side - side.mean(axis=1, keepdims=True) for side in ranks)
+    together = (x_centred * y_centred).sum(axis=1)
+    apart = np.sqrt((x_centred**2).sum(axis=1) * (y_centred**2).sum(axis=1))
+    return np.divide(together, apart, out=np.full(len(together), np.nan), where=apart > 0)
 
 
 def _survival(times: np.ndarray, censored: np.ndarray):

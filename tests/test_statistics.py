@@ -10,6 +10,8 @@ from scipy import stats
 from emergent_heads.statistics import (
     bootstrap_mean,
     bootstrap_means,
+    bootstrap_median,
+    bootstrap_rank_correlation,
     censored_median,
     restricted_mean,
     share_interval,
@@ -194,3 +196,64 @@ def test_median_of_a_single_run_has_no_lower_end():
     assert one.value == 4
     assert np.isnan(one.low)
     assert one.high == np.inf
+
+
+def test_bootstrap_median_agrees_with_scipy():
+    values = np.random.default_rng(2).lognormal(size=31)
+    theirs = stats.bootstrap((values,), np.median, method="percentile", n_resamples=20_000, random_state=0)
+    ours = bootstrap_median(values, seed=0, n_resamples=20_000)
+    assert ours.value == np.median(values)
+    assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), rel=0.05)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_bootstrap_median_of_few_values_reaches_from_the_least_to_the_greatest(n):
+    values = np.random.default_rng(n).normal(size=n)
+    ours = bootstrap_median(values, seed=0)
+    assert ours == (np.median(values), values.min(), values.max())
+
+
+def test_bootstrap_median_takes_infinite_values():
+    assert bootstrap_median([1.0, 2.0, 3.0, np.inf, np.inf], seed=0) == (3, 1, np.inf)
+    assert bootstrap_median([1.0, 2.0, np.inf, np.inf], seed=0) == (np.inf, 1, np.inf)
+    assert bootstrap_median([-np.inf, 2.0, 3.0], seed=0) == (2, -np.inf, 3)
+
+
+def test_bootstrap_median_of_one_or_no_value_has_no_interval():
+    one = bootstrap_median([4.0], seed=0)
+    assert one.value == 4
+    assert np.isnan([one.low, one.high]).all()
+    assert np.isnan(bootstrap_median([], seed=0)).all()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_bootstrap_rank_correlation_agrees_with_scipy(ties):
+    random = np.random.default_rng(5)
+    x = random.normal(size=25)
+    y = x + random.normal(size=25)
+    x, y = (np.round(x), np.round(y)) if ties else (x, y)
+    theirs = stats.bootstrap(
+        (x, y),
+        lambda a, b: stats.spearmanr(a, b).statistic,
+        paired=True,
+        vectorized=False,
+        method="percentile",
+        n_resamples=1000,
+        random_state=0,
+    ).confidence_interval
+    ours = bootstrap_rank_correlation(x, y, seed=0)
+    assert ours.value == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.05)
+
+
+def test_bootstrap_rank_correlation_looks_at_the_order_alone():
+    x, y = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([3.0, 1.0, 4.0, 5.0, 9.0])
+    plain = bootstrap_rank_correlation(x, y, seed=0)
+    assert bootstrap_rank_correlation(np.exp(x), y**3, seed=0) == plain
+    assert bootstrap_rank_correlation([1.0, 2.0, 3.0, 4.0, np.inf], y, seed=0) == plain
+
+
+def test_bootstrap_rank_correlation_of_constants_is_unknown():
+    assert np.isnan(bootstrap_rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], seed=0)).all()
+    assert np.isnan(bootstrap_rank_correlation([1.0], [1.0], seed=0)).all()
+    assert np.isnan(bootstrap_rank_correlation([], [], seed=0)).all()
