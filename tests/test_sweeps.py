@@ -394,6 +394,7 @@ def test_wrong_sweeps_are_refused(tmp_path):
 def fake_run(losses, *, solved_step=None, status="finished", share=0.5):
     steps = np.arange(len(losses)) * 10
     metrics = pd.DataFrame({"step": steps, "loss_nats": losses, "share_learned": share, "seconds": steps * 0.1})
+    metrics["exact_match"] = 0.25
     return type("Run", (), {"metrics": metrics, "solved_step": solved_step, "status": status})()
 
 

@@ -25,7 +25,7 @@ def measures_of(run: RunSpec, trained: Run) -> dict[str, Any]:
     """The columns of the table that a training decides."""
     metrics, task = trained.metrics, run.task
     last = metrics.iloc[-1]
-    n_parameters, flops_per_sequence = training_cost(run.config, task.length)
+    seen = int(last["step"]) * run.training.batch_size(task)
     return {
         "status": _status(trained),
         "step_left_plateau": _first_step(metrics, task.plateau - PLATEAU_LEFT * (task.plateau - task.floor)),
@@ -34,10 +34,40 @@ def measures_of(run: RunSpec, trained: Run) -> dict[str, Any]:
         "share_learned": float(last["share_learned"]),
         "loss_nats": float(last["loss_nats"]),
         "excess_loss_nats": float(last["loss_nats"] - task.floor),
-        "n_parameters": n_parameters,
-        "flops": float(flops_per_sequence * run.training.batch_size(task) * int(last["step"])),
+        "exact_match": float(last["exact_match"]),
+        "n_parameters": training_cost(run.config, task.length)[0],
+        "sequences": seen,
+        "tokens": float(seen * task.length),
+        **flops_of(run, int(last["step"])),
         "seconds": float(last["seconds"]),
     }
+
+
+def flops_of(run: RunSpec, steps: int | None = None) -> dict[str, float]:
+    """FLOPs of that many steps of a run (all of them if left out), forward and backward, counted in both ways.
+
+    `flops`: exactly, see `training_cost`: what the machine does, padding included. `flops_paper`: by the formula of
+    arXiv 2505.03997, see `paper_flops_per_token`, on the tokens up to the first end mark; NaN where a layer is not
+    attention, which it does not know.
+    """
+    task, config = run.task, run.config
+    sequences = run.training.batch_size(task) * (run.training.steps if steps is None else steps)
+    tokens = sequences * task.mean_length
+    known = set(config.mixers) == {"attention"}
+    per_token = paper_flops_per_token(config.n_layers, config.d_model, task.mean_length) if known else float("nan")
+    return {
+        "flops": float(training_cost(config, task.length)[1] * sequences),
+        "flops_paper": float(per_token * tokens),
+    }
+
+
+def paper_flops_per_token(n_layers: int, d_model: int, mean_length: float) -> float:
+    """FLOPs of training on one token, forward and backward: 6 (12 n_layers d_model^2 + n_layers mean_length d_model).
+
+    The count of arXiv 2505.03997, which leaves out embedding and unembedding, counts the pairs of positions that a
+    causal pattern has, and no padding.
+    """
+    return 6.0 * (12 * n_layers * d_model**2 + n_layers * mean_length * d_model)
 
 
 def _status(trained: Run) -> str:

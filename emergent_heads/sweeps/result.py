@@ -55,8 +55,10 @@ class SweepResult(Result):
             says; both missing where the run never got there by its `last_step`, of the `steps` it was to have;
             `share_learned`, of the answer positions, at the end; `loss_nats` on held-out data at the end and
             `excess_loss_nats`, that minus the floor;
-            `n_parameters`; `flops` of the training, forward and backward, in matrix products and convolutions;
-            `seconds`; `error`.
+            `exact_match`, the share of held-out answers that were right as a whole at the end;
+            `n_parameters`; `sequences` trained on, and their `tokens`; `flops` of the training, forward and backward,
+            in matrix products and convolutions; `flops_paper`, by the formula of arXiv 2505.03997 (no padding, no
+            unembedding; attention only); `seconds`; `error`.
         runs: the runs, in the order of the rows.
         path: the folder of the sweep; `path / run` is the folder of a run.
         varying: the columns of the settings that differ, without the seeds.
@@ -176,7 +178,7 @@ def check_axes(runs: Sequence[RunSpec], x: str, y: str) -> None:
 def _check_axes(varying: Sequence[str], x: str, y: str) -> None:
     if x not in varying:
         raise ArgumentError(f"no setting {x!r} that differs between the runs; {nearest(x, varying)}")
-    measures = [*EVENTS, *AT_THE_END, "loss_nats", "n_parameters", "flops", "seconds"]
+    measures = [*EVENTS, *(name for name in _TYPES if name not in EVENTS and name != "last_step")]
     if y not in measures:
         raise ArgumentError(f"no measure {y!r}; {nearest(y, measures)}")
 
@@ -186,8 +188,10 @@ def _varying(settings: pd.DataFrame) -> list[str]:
 
 
 _TYPES: Mapping[str, Any] = {
-    **dict.fromkeys((*EVENTS, "last_step", "n_parameters"), "Int64"),
-    **dict.fromkeys((*AT_THE_END, "loss_nats", "flops", "seconds"), "float64"),
+    **dict.fromkeys((*EVENTS, "last_step"), "Int64"),
+    **dict.fromkeys((*AT_THE_END, "loss_nats", "exact_match"), "float64"),
+    **dict.fromkeys(("n_parameters", "sequences"), "Int64"),
+    **dict.fromkeys(("tokens", "flops", "flops_paper", "seconds"), "float64"),
 }
 
 

@@ -139,6 +139,11 @@ class SequenceTask(ABC):
             device: where the batch is made.
         """
 
+    @property
+    def mean_length(self) -> float:
+        """Mean tokens of a sequence without padding."""
+        return float(self.length)
+
     def pattern(self) -> "Bool[Tensor, 'dest src']":
         """The ground-truth attention pattern of a next-token predictor, `[length, length]`.
 
