@@ -4,7 +4,7 @@
 """
 
 from emergent_heads.tasks.algorithmic import AlgorithmicTask
-from emergent_heads.tasks.arithmetic import Addition
+from emergent_heads.tasks.arithmetic import Addition, MajorityOfMajorities, Multiplication
 from emergent_heads.tasks.cellular_automata import CellularAutomaton
 from emergent_heads.tasks.features import Feature, FeatureValues
 from emergent_heads.tasks.language import (
@@ -16,15 +16,20 @@ from emergent_heads.tasks.language import (
     string_repetition,
 )
 from emergent_heads.tasks.linear_map import LinearMap
+from emergent_heads.tasks.sequences import ActivitySelection, MaximumSubarray
 from emergent_heads.tasks.task import PromptBatch, PromptTask, SequenceBatch, SequenceTask
 
 __all__ = [
+    "ActivitySelection",
     "Addition",
     "AlgorithmicTask",
     "CellularAutomaton",
     "Feature",
     "FeatureValues",
     "LinearMap",
+    "MajorityOfMajorities",
+    "MaximumSubarray",
+    "Multiplication",
     "PromptBatch",
     "PromptTask",
     "SequenceBatch",

@@ -6,15 +6,15 @@ quantities are known, as `features` that can be probed for.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt64
 
 from emergent_heads.errors import ArgumentError, nearest, whole_number
 from emergent_heads.randomness import derive_seed, numpy_generator
-from emergent_heads.tasks.features import Feature
+from emergent_heads.tasks.features import Feature, as_array
 from emergent_heads.tasks.task import SequenceBatch, SequenceTask
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ Layout = Literal["prompt", "paper"]
 LAYOUTS: tuple[Layout, ...] = ("prompt", "paper")
 END = "<EOS>"
 HELD_OUT_SHARE = 8  # one in so many problems is kept from training
-_MOST_ROUNDS = 1000
+_MOST_IN_VAIN = 10_000  # problems drawn without one of the split before the task is called too small
+_MOST_AT_ONCE = 2**15  # problems drawn at once, so that memory stays bounded
 _REFERENCE_ROWS = 20_000
 
 Instances = Int[np.ndarray, "row part"]
@@ -87,7 +88,11 @@ class AlgorithmicTask(SequenceTask):
 
     @abstractmethod
     def _read(self, prompts: Ragged) -> Instances:
-        """The problems that these prompts state (the inverse of `_prompts`)."""
+        """The problems that these prompts state (the inverse of `_prompts`).
+
+        The tokens are `length` wide. Prompts may be anything, also of another task: where one states no problem, any
+        problem may stand in its place, since what it says is written again and compared.
+        """
 
     def _split_parts(self, instances: Instances) -> Int[np.ndarray, "row part"]:
         """Whole numbers that decide a problem's split: equal for problems that must not be parted."""
@@ -134,14 +139,28 @@ class AlgorithmicTask(SequenceTask):
         mask = torch.from_numpy(answer).to(device)
         return SequenceBatch(torch.from_numpy(tokens).to(device), mask, mask)
 
-    def separators(self, tokens: "Int[np.ndarray, 'row pos']") -> Int[np.ndarray, " row"]:
-        """Index of `=` in each row."""
-        return (np.asarray(tokens) == self.equals).argmax(axis=1)
+    def separators(self, tokens: "Int[np.ndarray, 'row pos'] | Int[Tensor, 'row pos']") -> Int[np.ndarray, " row"]:
+        """Index of the first `=` in each row.
 
-    def problems(self, tokens: "Int[np.ndarray, 'row pos']") -> Instances:
-        """The problems of these sequences, as the task's own whole numbers."""
-        tokens = np.asarray(tokens)
-        return self._read(Ragged(tokens, self.separators(tokens)))
+        Raises:
+            ArgumentError: a row without `=`.
+        """
+        found = as_array(tokens) == self.equals
+        for row in np.flatnonzero(~found.any(axis=1)):
+            raise ArgumentError(f"sequence {row} has no `=` (token {self.equals}); give sequences that {self!r} made")
+        return found.argmax(axis=1)
+
+    def problems(self, tokens: "Int[np.ndarray, 'row pos'] | Int[Tensor, 'row pos']") -> Instances:
+        """The problems of these sequences, as the task's own whole numbers.
+
+        Raises:
+            ArgumentError: a sequence that states no problem of this task, such as one of another task or size.
+        """
+        tokens = as_array(tokens)
+        instances, right = self._stated(Ragged(tokens, self.separators(tokens)))
+        for row in np.flatnonzero(~right):
+            raise ArgumentError(f"sequence {row} states no problem of {self!r}; give sequences that this task made")
+        return instances
 
     def feature(self, name: str) -> Feature:
         """The feature of that name.
@@ -166,21 +185,26 @@ class AlgorithmicTask(SequenceTask):
         """Whole sequences of problems of your own, written as a prompt without `=`: `task.solve("0110+1100")`.
 
         Raises:
-            ArgumentError: a prompt that states no problem of this task.
+            ArgumentError: no prompt, or one that states no problem of this task.
         """
         import torch
 
-        ids = {character: place for place, character in enumerate(self.symbols)}
-        rows = []
-        for prompt in prompts:
-            if unknown := [character for character in prompt if character not in ids]:
-                raise ArgumentError(f"the prompt {prompt!r} has {unknown[0]!r}; {self.name} writes {self.symbols!r}")
-            instance = self._read(Ragged.full(np.array([[ids[character] for character in prompt]])))
-            written = self._prompts(instance)
-            if self.text(written.tokens[0, : written.lengths[0]]) != prompt:
-                raise ArgumentError(f"the prompt {prompt!r} states no problem of {self!r}")
-            rows.append(self._written(instance)[0][0])
-        return torch.from_numpy(np.array(rows))
+        if not prompts:
+            raise ArgumentError(f"{self.name}.solve needs at least one prompt, as a string without `=`")
+        return torch.from_numpy(np.concatenate([self._solved(prompt) for prompt in prompts]))
+
+    def _solved(self, prompt: str) -> Int[np.ndarray, "1 pos"]:
+        if unknown := [character for character in prompt if character not in self.symbols]:
+            raise ArgumentError(f"the prompt {prompt!r} has {unknown[0]!r}; {self.name} writes {self.symbols!r}")
+        ids = np.array([[self.symbols.index(character) for character in prompt]], dtype=int)
+        instance, right = self._stated(Ragged.full(ids))
+        if not right.all():
+            example = self._prompts(self._draw(1, numpy_generator(0, self.name, "example")))
+            raise ArgumentError(
+                f"the prompt {prompt!r} states no problem of {self!r}; one looks like "
+                f"{self.text(example.tokens[0, : example.lengths[0]])!r}"
+            )
+        return self._written(instance)[0]
 
     # ---- reference lines ----
 
@@ -218,7 +242,7 @@ class AlgorithmicTask(SequenceTask):
 
     @cached_property
     def _references(self) -> dict[str, float]:
-        instances = self._instances(_REFERENCE_ROWS, 0, 0, "reference")
+        instances = self._draw(_REFERENCE_ROWS, numpy_generator(0, self.name, "reference"))
         tokens, starts, ends = self._written(instances)
         counts = ends - starts + 1
         by_place = np.full((len(tokens), int(counts.max())), -1)
@@ -249,70 +273,79 @@ class AlgorithmicTask(SequenceTask):
         training = split == "train"
         share = 1 - 1 / HELD_OUT_SHARE if training else 1 / HELD_OUT_SHARE
         found: list[Instances] = []
-        missing = n
-        for _ in range(_MOST_ROUNDS):
-            drawn = self._draw(int(missing / share * 1.1) + 8, generator)
-            held_out = _hashes(self._split_parts(drawn)) % HELD_OUT_SHARE == 0
-            kept = drawn[held_out != training][:missing]
-            found.append(kept)
-            missing -= len(kept)
-            if not missing:
-                return np.concatenate(found)
-        raise ArgumentError(
-            f"{self!r} has too few problems to part them into training and held-out ones; choose a larger size"
-        )
+        drawn, missing = 0, n
+        while missing:
+            if drawn > _MOST_IN_VAIN and missing == n:
+                raise ArgumentError(
+                    f"{self!r} has too few problems to part them into training and held-out ones; choose a larger size"
+                )
+            instances = self._draw(min(int(missing / share * 1.1) + 8, _MOST_AT_ONCE), generator)
+            held_out = hashes(self._split_parts(instances)) % HELD_OUT_SHARE == 0
+            found.append(instances[held_out != training][:missing])
+            drawn += len(instances)
+            missing -= len(found[-1])
+        return np.concatenate(found)
 
     def _written(
         self, instances: Instances
     ) -> tuple[Int[np.ndarray, "row pos"], Int[np.ndarray, " row"], Int[np.ndarray, " row"]]:
         """Sequences, and the first and last position that count in each."""
         prompts, answers = self._prompts(instances), self._answers(instances)
-        tokens = np.full((len(instances), self.length), self.end)
-        position = np.arange(self.length)
-        _put(tokens, prompts, np.zeros(len(tokens), dtype=int), position)
-        tokens[np.arange(len(tokens)), prompts.lengths] = self.equals
-        _put(tokens, answers, prompts.lengths + 1, position)
+        tokens = self._before_answer(prompts)
+        _put(tokens, answers, prompts.lengths + 1)
         starts = prompts.lengths + (1 if self.layout == "prompt" else 0)
         return tokens, starts, prompts.lengths + 1 + answers.lengths
+
+    def _before_answer(self, prompts: Ragged) -> Int[np.ndarray, "row pos"]:
+        """Sequences with nothing but `<EOS>` after `=`."""
+        tokens = np.full((len(prompts.lengths), self.length), self.end)
+        _put(tokens, prompts, np.zeros_like(prompts.lengths))
+        tokens[np.arange(len(tokens)), prompts.lengths] = self.equals
+        return tokens
+
+    def _stated(self, prompts: Ragged) -> tuple[Instances, Bool[np.ndarray, " row"]]:
+        """The problems that these prompts state, and which of them say no less and no more than that."""
+        lengths = np.minimum(prompts.lengths, self.length - 2)  # `=` and `<EOS>` must follow
+        given = self._before_answer(Ragged(prompts.tokens, lengths))
+        instances = self._read(Ragged(given, lengths))
+        again = self._before_answer(self._prompts(instances))
+        return instances, (prompts.lengths == lengths) & (given == again).all(axis=1)
 
     def _check_layout(self) -> None:
         if self.layout not in LAYOUTS:
             raise ArgumentError(f"layout must be {' or '.join(LAYOUTS)}, not {self.layout!r}")
 
 
-def _put(
-    tokens: Int[np.ndarray, "row pos"],
-    rows: Ragged,
-    starts: Int[np.ndarray, " row"],
-    position: Int[np.ndarray, " pos"],
-) -> None:
+def _put(tokens: Int[np.ndarray, "row pos"], rows: Ragged, starts: Int[np.ndarray, " row"]) -> None:
     """Writes each row's tokens into `tokens` from its start on."""
-    if not rows.tokens.shape[1]:
-        return
-    place = position - starts[:, None]
-    inside: Bool[np.ndarray, "row pos"] = (place >= 0) & (place < rows.lengths[:, None])
-    values = np.take_along_axis(rows.tokens, np.clip(place, 0, rows.tokens.shape[1] - 1), axis=1)
-    np.copyto(tokens, values, where=inside)
+    row, place = np.nonzero(np.arange(rows.tokens.shape[1]) < rows.lengths[:, None])
+    tokens[row, starts[row] + place] = rows.tokens[row, place]
 
 
 _SALT = np.uint64(derive_seed(0, "split"))
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64
 
 
-def _hashes(parts: Int[np.ndarray, "row part"]) -> "np.ndarray":
-    """A 64-bit hash of each row, stable over processes and versions."""
-    found = np.full(len(parts), _SALT, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in np.asarray(parts).T.astype(np.uint64):
-            found = mixed(found ^ mixed(part + np.uint64(0x9E3779B97F4A7C15)))
-    return found
+def hashes(parts: Int[np.ndarray, "row part"]) -> UInt64[np.ndarray, " row"]:
+    """A 64-bit hash of each row, stable over processes and versions.
+
+    Multilinear (Carter and Wegman, "Universal classes of hash functions", 1979): a sum modulo 2**64 with a fixed
+    random weight for each part, then mixed so that every bit depends on all of it.
+    """
+    parts = np.asarray(parts).astype(np.uint64)
+    return mixed(parts @ _hash_weights(parts.shape[1]) + _SALT)
 
 
-def mixed(values: "np.ndarray") -> "np.ndarray":
-    """The finaliser of splitmix64, elementwise on unsigned 64-bit numbers."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * _MIX[0]
-        values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+@cache
+def _hash_weights(n: int) -> UInt64[np.ndarray, " part"]:
+    """Odd, so that no part is lost modulo 2**64; the same from the first on for every `n`."""
+    return mixed(np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+
+
+def mixed(values: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
+    """The finaliser of splitmix64, elementwise; one to one."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX[0]
+    values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))
 
 

@@ -35,10 +35,14 @@ class FeatureValues:
 
     @property
     def base_rate(self) -> Float[np.ndarray, "place component"]:
-        """Mean label over the rows that have the place; for binary and multilabel features the share of ones."""
+        """Mean label over the rows that have the place; for binary and multilabel features the share of ones.
+
+        NaN for a place that no row has.
+        """
         present = (self.positions >= 0)[..., None]
         total = np.where(present, self.labels, 0.0).sum(axis=0)
-        return total / np.maximum(present.sum(axis=0), 1)
+        rows = present.sum(axis=0)
+        return np.where(rows, total / np.maximum(rows, 1), np.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +73,22 @@ class Feature:
         """The feature's labels and positions in these sequences.
 
         Raises:
-            ArgumentError: shapes that do not go together, positions outside the sequence, or labels that do not fit
-                the kind.
+            ArgumentError: tokens, labels or positions of the wrong shape or type, positions outside the sequence, or
+                labels that do not fit the kind.
         """
-        tokens = _array(tokens)
+        tokens = as_array(tokens)
+        if tokens.ndim != 2:
+            raise ArgumentError(f"feature {self.name!r}: tokens {list(tokens.shape)} must be [row, pos]")
         n, length = tokens.shape
-        positions = _array(self.positions(tokens) if callable(self.positions) else self.positions)
+        positions = self._array("positions", tokens)
+        if positions.dtype.kind not in "iu":
+            raise ArgumentError(f"feature {self.name!r}: positions must be whole numbers, not {positions.dtype}")
+        positions = positions.astype(np.int64)
         positions = np.broadcast_to(positions, (n, len(positions))) if positions.ndim == 1 else positions
-        labels = _array(self.labels(tokens) if callable(self.labels) else self.labels).astype(np.float64)
+        labels = self._array("labels", tokens)
+        if labels.dtype.kind not in "biuf":
+            raise ArgumentError(f"feature {self.name!r}: labels must be numbers, not {labels.dtype}")
+        labels = labels.astype(np.float64)
         labels = labels[..., None] if self.kind != "multilabel" and labels.ndim == 2 else labels
         if positions.shape != (n, *labels.shape[1:2]) or labels.shape[:1] != (n,) or labels.ndim != 3:
             raise ArgumentError(
@@ -97,10 +109,18 @@ class Feature:
             )
         return FeatureValues(labels, np.where(absent, -1, positions))
 
+    def _array(self, which: Literal["labels", "positions"], tokens: Tokens) -> np.ndarray:
+        given = getattr(self, which)
+        values = given(tokens) if callable(given) else given
+        try:
+            return as_array(values)
+        except ValueError as error:
+            raise ArgumentError(f"feature {self.name!r}: the {which} are rows that differ in length") from error
+
     def __repr__(self) -> str:
         return f"Feature({self.name!r}, {self.kind})"
 
 
-def _array(values: Any) -> np.ndarray:
+def as_array(values: Any) -> np.ndarray:
     """A NumPy array of what may be a tensor on any device."""
     return np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
