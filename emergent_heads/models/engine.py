@@ -11,22 +11,22 @@ not reproduce it (attention whose output is gated or normalised, say).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from emergent_heads.errors import ArgumentError, InterventionHasNoEffect
 from emergent_heads.models.hooked import Answers, HookedModel, listed, read_answers
 from emergent_heads.models.hooks import (
+    StandIns,
     at_positions,
     editing_input,
     editing_output,
     keep_in,
-    replaced_forward,
     without_running,
 )
 from emergent_heads.randomness import torch_generator
@@ -38,6 +38,8 @@ Head = tuple[int, int]
 # Numbers in the widest activation of a batch, and in the logits of one: enough for full matrix speed.
 _BATCH_ELEMENTS = 2**24
 _LOGIT_ELEMENTS = 2**25
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class PatchEngine:
     def __init__(self, model: HookedModel) -> None:
         self._model = model
         self._last = model.n_layers - 1
-        self._n_outputs: dict[nn.Module, int] = {}
+        self._stand_ins = StandIns()
         self._parallel = [mlp is not None for mlp in model.mlp]  # until it is known, every MLP's output is kept
         self.uses_shortcuts = self.conclusive = False
         self._try_out()
@@ -144,7 +146,7 @@ class PatchEngine:
             def run(start: int, stop: int, layer: int = layer, in_layer: list[int] = in_layer, new: Tensor = new):
                 return self._run_heads(trace, layer, in_layer[start:stop], new)
 
-            final.append(_in_batches(run, len(places), size))
+            final += in_batches(run, len(places), size)
             order += places
         return self._read(torch.cat(final), trace.batch, order)
 
@@ -174,7 +176,8 @@ class PatchEngine:
             chosen = order[start:stop]
             return self._run_sets(min(first[place] for place in chosen), trace, patterns, masks[chosen], rows)
 
-        return self._read(_in_batches(run, len(masks), self._per_batch(trace, batch_size)), trace.batch, order)
+        final = torch.cat(in_batches(run, len(masks), self._per_batch(trace, batch_size)))
+        return self._read(final, trace.batch, order)
 
     # ---- runs, up to the unembedding: each gives the final residual stream at the answers' positions ----
 
@@ -190,9 +193,9 @@ class PatchEngine:
         attention_out = (trace.attention_out[layer] + written).flatten(0, 1)
         with model.evaluating(), ExitStack() as stack:
             stack.enter_context(self._starting_at(layer, trace.resid_pre[layer].repeat(n, 1, 1)))
-            stack.enter_context(self._returning(model.attention[layer], attention_out))
+            stack.enter_context(self._stand_ins.returning(model.attention[layer], attention_out))
             if (mlp_out := trace.mlp_out[layer]) is not None:
-                stack.enter_context(self._returning(model.mlp[layer], mlp_out.repeat(n, 1, 1)))
+                stack.enter_context(self._stand_ins.returning(model.mlp[layer], mlp_out.repeat(n, 1, 1)))
             return self._final_resid(batch, n, mlp_runs=mlp_out is None or layer < self._last)
 
     def _run_sets(
@@ -250,8 +253,7 @@ class PatchEngine:
         """Logits, by the model's own way from the unembedding on (soft caps and scales included)."""
         model, rows = self._model, final.flatten(0, 1)
         with model.evaluating(), ExitStack() as stack:
-            for block in model.blocks:
-                stack.enter_context(replaced_forward(block, self._passing_through(block)))
+            stack.enter_context(self._stand_ins.passing_through(model.blocks))
             stack.enter_context(editing_input(model.unembedding, lambda _: rows[:, None]))
             logits = model.run(torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device))
         return logits[:, -1].float().unflatten(0, final.shape[:2])
@@ -262,29 +264,8 @@ class PatchEngine:
     def _starting_at(self, layer: int, resid: Float[Tensor, "row pos d_model"]) -> Iterator[None]:
         """Blocks before `layer` pass their input through; block `layer` gets `resid`."""
         blocks = self._model.blocks
-        with ExitStack() as stack:
-            for block in blocks[:layer]:
-                stack.enter_context(replaced_forward(block, self._passing_through(block)))
-            stack.enter_context(editing_input(blocks[layer], lambda _: resid))
+        with self._stand_ins.passing_through(blocks[:layer]), editing_input(blocks[layer], lambda _: resid):
             yield
-
-    def _passing_through(self, block: nn.Module) -> Callable[..., Any]:
-        """A forward that returns its input: the block stays in its place, so that no layer is renumbered."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._as_output(block, args[0] if args else kwargs["hidden_states"])
-
-        return forward
-
-    def _returning(self, module: nn.Module, output: Tensor) -> AbstractContextManager[None]:
-        """The module is not run and returns `output`."""
-        result = self._as_output(module, output)
-        return replaced_forward(module, lambda *args, **kwargs: result)
-
-    def _as_output(self, module: nn.Module, tensor: Tensor) -> Any:
-        """As many values as the module itself returns, the tensor first."""
-        n = self._n_outputs[module]
-        return (tensor, *[None] * (n - 1)) if n else tensor
 
     def _rows_to_patch(self, trace: Trace, layer: int, new: Tensor, rows: str) -> Tensor:
         new = new.to(self._model.device)
@@ -312,8 +293,8 @@ class PatchEngine:
         end = torch.tensor([tokens.shape[1] - 1], device=model.device)
         with ExitStack() as stack:
             stack.enter_context(without_running(model.unembedding))
-            for module in (*model.blocks, *model.attention, *(mlp for mlp in model.mlp if mlp is not None)):
-                stack.enter_context(self._noting_outputs(module))
+            modules = (*model.blocks, *model.attention, *(mlp for mlp in model.mlp if mlp is not None))
+            stack.enter_context(self._stand_ins.noting_outputs(modules))
             trace = self.trace(PromptBatch(tokens, end, tokens[:, 0], ((),)))
         new = [_random_pattern(pattern) for pattern in trace.patterns]
         masks = torch.zeros(model.n_layers + 1, model.n_layers, model.n_heads, dtype=torch.bool, device=model.device)
@@ -352,19 +333,6 @@ class PatchEngine:
             return False
         return not _moved(self._model.project(layer, z[layer + 1]), self._model.project(layer, z[0]))
 
-    @contextmanager
-    def _noting_outputs(self, module: nn.Module) -> Iterator[None]:
-        """Notes how many values the module returns (0: a bare tensor), so that a stand-in returns as many."""
-
-        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._n_outputs[module] = len(output) if isinstance(output, tuple) else 0
-
-        handle = module.register_forward_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     def _shortcuts_hold(self, trace: Trace, new: Sequence[Tensor], plain: Float[Tensor, "set 1 d_model"]) -> bool:
         """Whether the shortcut in the first, middle and last layer gives what the plain run gives."""
         model = self._model
@@ -392,9 +360,9 @@ def _random_pattern(like: Float[Tensor, "prompt head dest src"]) -> Float[Tensor
     return pattern / pattern.sum(-1, keepdim=True)
 
 
-def _in_batches(run: Callable[[int, int], Float[Tensor, "run prompt d_model"]], n: int, size: int) -> Tensor:
-    """Joins `run(start, stop)` over slices of at most `size`, halving it when memory runs out."""
-    done: list[Tensor] = []
+def in_batches(run: Callable[[int, int], _Part], n: int, size: int) -> list[_Part]:
+    """`run(start, stop)` over slices of at most `size`, which is halved when memory runs out."""
+    done: list[_Part] = []
     start = 0
     while start < n:
         stop = min(start + size, n)
@@ -406,7 +374,7 @@ def _in_batches(run: Callable[[int, int], Float[Tensor, "run prompt d_model"]], 
             size = (stop - start) // 2
             continue
         start = stop
-    return torch.cat(done)
+    return done
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

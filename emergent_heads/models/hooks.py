@@ -1,7 +1,7 @@
 """Hooks on any module, all of them gone when the block ends."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +80,48 @@ def at_positions(
     if values.shape[1] == 1:
         return values
     return values[torch.arange(len(values), device=values.device), positions.to(values.device)][:, None]
+
+
+class StandIns:
+    """Forwards in place of those of a model's modules, which return as many values as these do."""
+
+    def __init__(self) -> None:
+        self._n_outputs: dict[nn.Module, int] = {}
+
+    @contextmanager
+    def noting_outputs(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Notes how many values each module returns (0: a bare tensor); to be done once, before any other method."""
+
+        def hook(module: nn.Module, _args: tuple, output: Any) -> None:
+            self._n_outputs[module] = len(output) if isinstance(output, tuple) else 0
+
+        handles = [module.register_forward_hook(hook) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def passing_through(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """The blocks return their input: they stay in their places, so that no layer is renumbered."""
+
+        def forward_of(block: nn.Module) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._as_output(block, args[0] if args else kwargs["hidden_states"])
+
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(replaced_forward(block, forward_of(block)))
+            yield
+
+    def returning(self, module: nn.Module, output: Tensor) -> AbstractContextManager[None]:
+        """The module is not run and returns `output`."""
+        result = self._as_output(module, output)
+        return replaced_forward(module, lambda *args, **kwargs: result)
+
+    def _as_output(self, module: nn.Module, tensor: Tensor) -> Any:
+        n = self._n_outputs[module]
+        return (tensor, *[None] * (n - 1)) if n else tensor
 
 
 def _like(output: Any, first: Tensor) -> Any:
