@@ -7,6 +7,13 @@ from emergent_heads.tasks.algorithmic import AlgorithmicTask
 from emergent_heads.tasks.arithmetic import Addition, MajorityOfMajorities, Multiplication
 from emergent_heads.tasks.cellular_automata import CellularAutomaton
 from emergent_heads.tasks.features import Feature, FeatureValues
+from emergent_heads.tasks.graphs import (
+    BreadthFirstSearch,
+    DepthFirstSearch,
+    MinimumSpanningTree,
+    ShortestPath,
+    TopologicalSort,
+)
 from emergent_heads.tasks.language import (
     from_table,
     from_tokens,
@@ -23,17 +30,22 @@ __all__ = [
     "ActivitySelection",
     "Addition",
     "AlgorithmicTask",
+    "BreadthFirstSearch",
     "CellularAutomaton",
+    "DepthFirstSearch",
     "Feature",
     "FeatureValues",
     "LinearMap",
     "MajorityOfMajorities",
     "MaximumSubarray",
+    "MinimumSpanningTree",
     "Multiplication",
     "PromptBatch",
     "PromptTask",
     "SequenceBatch",
     "SequenceTask",
+    "ShortestPath",
+    "TopologicalSort",
     "from_table",
     "from_tokens",
     "in_context_repetition",
