@@ -151,12 +151,17 @@ class AlgorithmicTask(SequenceTask):
         return found.argmax(axis=1)
 
     def problems(self, tokens: "Int[np.ndarray, 'row pos'] | Int[Tensor, 'row pos']") -> Instances:
-        """The problems of these sequences, as the task's own whole numbers.
+        """The problems of these sequences, as the task's own whole numbers; the last token may be left out.
 
         Raises:
             ArgumentError: a sequence that states no problem of this task, such as one of another task or size.
         """
         tokens = as_array(tokens)
+        if tokens.shape[1] not in (self.length, self.length - 1):
+            raise ArgumentError(
+                f"sequences of {tokens.shape[1]} tokens are not those of {self!r}, which have {self.length}; give "
+                "sequences that this task made"
+            )
         instances, right = self._stated(Ragged(tokens, self.separators(tokens)))
         for row in np.flatnonzero(~right):
             raise ArgumentError(f"sequence {row} states no problem of {self!r}; give sequences that this task made")
@@ -194,10 +199,11 @@ class AlgorithmicTask(SequenceTask):
         return torch.from_numpy(np.concatenate([self._solved(prompt) for prompt in prompts]))
 
     def _solved(self, prompt: str) -> Int[np.ndarray, "1 pos"]:
-        if unknown := [character for character in prompt if character not in self.symbols]:
+        ids = {character: place for place, character in enumerate(self.symbols)}
+        if unknown := [character for character in prompt if character not in ids]:
             raise ArgumentError(f"the prompt {prompt!r} has {unknown[0]!r}; {self.name} writes {self.symbols!r}")
-        ids = np.array([[self.symbols.index(character) for character in prompt]], dtype=int)
-        instance, right = self._stated(Ragged.full(ids))
+        tokens = np.array([[ids[character] for character in prompt]], dtype=int)
+        instance, right = self._stated(Ragged.full(tokens))
         if not right.all():
             example = self._prompts(self._draw(1, numpy_generator(0, self.name, "example")))
             raise ArgumentError(
