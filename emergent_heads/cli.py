@@ -36,6 +36,20 @@ SUMMARY = "When did a capability emerge in training, and which attention heads m
 
 TaskName = Literal["string_repetition", "in_context_repetition", "pattern_completion", "indirect_object"]
 Strategy = Literal["bisect", "scan", "verify"]
+TrainingTaskName = Literal[
+    "linear_map",
+    "cellular_automaton",
+    "addition",
+    "multiplication",
+    "majority_of_majorities",
+    "breadth_first_search",
+    "depth_first_search",
+    "shortest_path",
+    "topological_sort",
+    "minimum_spanning_tree",
+    "maximum_subarray",
+    "activity_selection",
+]
 
 
 def _unset(metavar: str) -> Any:
@@ -340,14 +354,14 @@ class Rank:
 class TrainingTask:
     """What the model is trained on; what is left out has the task's own value."""
 
-    task: Literal["linear_map", "cellular_automaton"]
-    """each token the sum of some tokens of the last state, or the next state by a rule of the sequence's own"""
+    task: TrainingTaskName
+    """linear maps and cellular automata, whose right attention pattern is known; algorithms, whose features are"""
     state_size: Number = None
-    """tokens in a state"""
+    """linear_map, cellular_automaton: tokens in a state"""
     states: Number = None
-    """states in a sequence"""
+    """linear_map, cellular_automaton: states in a sequence"""
     symbols: Number = None
-    """values of a token"""
+    """linear_map, cellular_automaton: values of a token"""
     sparsity: Number = None
     """linear_map: tokens that each sum is of"""
     rules: Number = None
@@ -358,24 +372,41 @@ class TrainingTask:
     """cellular_automaton: how often the rule is applied from one state to the next"""
     boundary: Annotated[Literal["periodic", "fixed"] | None, _unset("{periodic,fixed}")] = None
     """cellular_automaton: what lies beyond the ends of a state"""
+    bits: Number = None
+    """addition, multiplication: of each number; majority_of_majorities: of the input"""
+    groups: Number = None
+    """majority_of_majorities: groups that vote"""
+    nodes: Number = None
+    """of a graph"""
+    density: Share = None
+    """share of the pairs of nodes that have an edge"""
+    weighted: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """minimum_spanning_tree: edges have weights"""
+    values: Number = None
+    """maximum_subarray: numbers in the array"""
+    activities: Number = None
+    """activity_selection: activities to choose from"""
+    layout: Annotated[Literal["prompt", "paper"] | None, _unset("{prompt,paper}")] = None
+    """algorithms: whether the = belongs to the prompt, or is to be predicted as in the paper"""
     task_seed: Number = None
-    """seed of the matrix, or of the rules (0 if left out)"""
+    """linear_map, cellular_automaton: seed of the matrix, or of the rules (0 if left out)"""
 
     def make(self) -> "SequenceTask":
         """The task.
 
         Raises:
-            ArgumentError: an option of the other task, or one that makes no sense.
+            ArgumentError: an option of another task, or one that makes no sense.
         """
         from emergent_heads import tasks
 
-        classes = {"linear_map": tasks.LinearMap, "cellular_automaton": tasks.CellularAutomaton}
-        known = {each.name for each in fields(classes[self.task])}
-        for name, value in _told(self).items():
-            if name not in {"task", "task_seed", *known} and value is not None:
+        task = getattr(tasks, self.task.title().replace("_", ""))
+        known = {each.name for each in fields(task)}
+        renamed = {"task_seed": "seed"}
+        given = {name: value for name, value in _told(self).items() if name != "task" and value is not False}
+        for name in given:
+            if renamed.get(name, name) not in known:
                 raise ArgumentError(f"{_option(name)} is no option of the task {self.task}")
-        values = {("seed" if name == "task_seed" else name): value for name, value in _told(self).items()}
-        return classes[self.task](**{name: value for name, value in values.items() if name != "task"})
+        return task(**{renamed.get(name, name): value for name, value in given.items()})
 
 
 @dataclass(frozen=True)
@@ -408,6 +439,8 @@ class Model:
     """how weights are drawn"""
     embedding_std: Share = None
     """standard deviation of the embeddings"""
+    transformer_pp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """the Llama-style block of the quiet-features paper: rms norm, rotary positions, SwiGLU, no biases"""
 
     def make(self) -> "SmallModelConfig":
         """The configuration.
@@ -419,8 +452,12 @@ class Model:
 
         values = _told(self)
         options = dict(map(_pair, values.pop("mixer_option")))
-        mixer = self.mixer[0] if len(self.mixer) == 1 else self.mixer
-        return SmallModelConfig(**{**values, "mixer": mixer, "mixer_options": options})
+        values |= {"mixer": self.mixer[0] if len(self.mixer) == 1 else self.mixer, "mixer_options": options}
+        if not values.pop("transformer_pp"):
+            return SmallModelConfig(**values)
+        if values["biases"]:
+            del values["biases"]  # its own default
+        return SmallModelConfig.transformer_pp(**values)
 
 
 @dataclass(frozen=True)
@@ -482,7 +519,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Train:
-    """Trains a small model, with every hook in place, on a task whose right attention pattern is known.
+    """Trains a small model, with every hook in place, on a task whose right attention pattern or features are known.
 
     A finished run is read again, and one that was interrupted goes on.
 
@@ -536,17 +573,23 @@ class Sweep:
     """also draw sweep.png, against this setting"""
     y: Annotated[str | None, _unset("MEASURE")] = None
     """what to draw (step_solved if left out)"""
+    frontier: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """also write and draw the best of each compute budget (frontier.csv, frontier.png), of emergent_heads.budget_grid"""
 
     def run(self, line: str) -> None:
         _goes_with("--y", self.y, "--x", self.x)
         _check_outputs(self.out / "sweep.csv", None)
         from emergent_heads.storage import save_table
-        from emergent_heads.sweeps import check_axes, load_runs, run_sweep
+        from emergent_heads.sweeps import BudgetRuns, check_axes, check_frontier, load_runs, run_sweep
 
         runs = load_runs(self.file)
+        if self.frontier:
+            check_frontier(runs)
         if self.x is not None:
             check_axes(runs, self.x, self.y or "step_solved")
         _check_device(self.device)
+        if isinstance(runs, BudgetRuns):
+            _say(runs.headline())
         result = run_sweep(runs, self.out, workers=self.workers, device=self.device)
         _print_result(result)
         _write(result, self.out / "sweep.csv", None, line)
@@ -556,11 +599,21 @@ class Sweep:
 
             figure = result.plot(self.x, self.y or "step_solved")
             _say(f"wrote {save_figure(figure, self.out / 'sweep.png')}")
+        if self.frontier:
+            self._write_frontier(result, line)
         if failures := result.failures:
             error = next(iter(failures.values()))
             raise WorkFailedError(
                 f"{len(failures)} of {len(runs)} runs failed (see {self.out}/*.error.txt), the first with: {error}"
             )
+
+    def _write_frontier(self, result: Any, line: str) -> None:
+        from emergent_heads.sweeps import compute_frontier
+
+        frontier = compute_frontier(result, device=self.device)
+        print()
+        _print_result(frontier)
+        _write(frontier, self.out / "frontier.csv", self.out / "frontier.png", line)
 
 
 @dataclass(frozen=True)

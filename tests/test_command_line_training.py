@@ -16,9 +16,11 @@ from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.tasks.cellular_automata import BOUNDARIES
 from emergent_heads.training.loop import train
+from emergent_heads.training.run import Run
 from emergent_heads.training.settings import TrainingSettings
 
 TASK = ["--task", "linear_map", "--state-size", 4, "--sparsity", 2]
+TRAINING_TASKS = {name: getattr(tasks, name.title().replace("_", "")) for name in get_args(cli.TrainingTaskName)}
 MODEL = ["--n-layers", 1, "--d-model", 16, "--n-heads", 2]
 SHORT = ["--steps", 4, "--evaluate-every", 2, "--tokens-per-batch", 64, "--checkpoints", 0, 2]
 SWEEP = """
@@ -108,12 +110,38 @@ def test_a_training_that_diverges_is_status_1(tmp_path, monkeypatch, capsys):
     assert "diverged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "task"),
+    [
+        (["addition", "--bits", 3, "--layout", "paper"], tasks.Addition(3, "paper")),
+        (["minimum_spanning_tree", "--nodes", 5, "--weighted"], tasks.MinimumSpanningTree(5, weighted=True)),
+        (["maximum_subarray", "--values", 5], tasks.MaximumSubarray(5)),
+        (["breadth_first_search", "--nodes", 5, "--density", 0.6], tasks.BreadthFirstSearch(5, density=0.6)),
+    ],
+)
+def test_algorithms_are_trained_by_their_names(tmp_path, options, task):
+    out = tmp_path / "run"
+    assert run("train", "--task", *options, *MODEL, "--transformer-pp", *SHORT, "--out", out) == 0
+    found = Run.open(out)
+    assert found.task == task
+    assert found.config == SmallModelConfig.transformer_pp(1, 16, 2).for_task(task)
+
+
+def test_every_task_that_models_are_trained_on_is_there():
+    trained = {
+        each
+        for each in vars(tasks).values()
+        if isinstance(each, type) and issubclass(each, tasks.SequenceTask) and hasattr(each, "__dataclass_fields__")
+    }
+    assert trained == set(TRAINING_TASKS.values())
+
+
 def test_options_are_those_of_the_library():
     """Every option is a setting of the library under its name, with the library's choices."""
     own = {"task", "task_seed", "mixer_option", "bias_from_step", "bias_until_step", "seed", "device"}
     known = {
-        cli.TrainingTask: {*tasks.LinearMap.__dataclass_fields__, *tasks.CellularAutomaton.__dataclass_fields__},
-        cli.Model: SmallModelConfig.__dataclass_fields__,
+        cli.TrainingTask: {name for task in TRAINING_TASKS.values() for name in task.__dataclass_fields__},
+        cli.Model: {*SmallModelConfig.__dataclass_fields__, "transformer_pp"},
         cli.Training: TrainingSettings.__dataclass_fields__,
     }
     for options, names in known.items():
