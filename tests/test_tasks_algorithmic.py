@@ -309,6 +309,14 @@ def test_sequences_that_hold_no_problem():
         task.problems(tokens[:, :12])
 
 
+def test_text_of_tokens_of_another_vocabulary():
+    assert Addition(4).text([0, 1, 2, 3, 4, 4]) == "01+=<EOS>"
+    assert Addition(4).text(torch.tensor([1, 1])) == "11"
+    for token in (5, -1):
+        with pytest.raises(ArgumentError, match=f"token {token} is none of Addition, which has 5"):
+            Addition(4).text([0, token, 1])
+
+
 def test_unknown_feature():
     with pytest.raises(ArgumentError, match="Addition has no feature 'carries'; nearest: carry"):
         Addition(4).feature("carries")

@@ -181,9 +181,17 @@ class AlgorithmicTask(SequenceTask):
         )
 
     def text(self, tokens: "Int[np.ndarray, ' pos'] | Int[Tensor, ' pos'] | Sequence[int]") -> str:
-        """One sequence in characters, up to its first `<EOS>`."""
-        characters = [*self.symbols, "=", END]
-        found = [characters[int(token)] for token in tokens]
+        """One sequence in characters, up to its first `<EOS>`.
+
+        Raises:
+            ArgumentError: a token id that the task does not have.
+        """
+        characters = dict(enumerate([*self.symbols, "=", END]))
+        found = [characters.get(int(token), "") for token in tokens]
+        if "" in found:
+            raise ArgumentError(
+                f"token {int(tokens[found.index('')])} is none of {self.name}, which has {self.vocabulary_size}"
+            )
         return "".join(found[: found.index(END) + 1] if END in found else found)
 
     def solve(self, *prompts: str) -> "Int[Tensor, 'prompt pos']":
@@ -231,7 +239,7 @@ class AlgorithmicTask(SequenceTask):
 
     @property
     def reference_lines(self) -> Mapping[str, float]:
-        """What simple predictors and a perfect model reach; estimated on 20,000 sequences where no formula is known.
+        """What simple predictors and a perfect model reach; frequencies are those of 20,000 random problems.
 
         `uniform_loss_nats`: every token id equally likely. `position_marginals_loss_nats`: the plateau.
         `floor_loss_nats`. `constant_answer_exact_match`: always giving the most frequent answer.
