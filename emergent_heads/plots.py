@@ -76,7 +76,7 @@ def emergence_curve(
         post: step of the first passing checkpoint.
     """
     with style():
-        figure, (axes,) = _panels(1, width=5.2, height=3.2)
+        figure, (axes,) = panel_grid(1, width=5.2, height=3.2)
         if "score" in table:
             _line(axes, table, "score", BLUE, task)
         else:
@@ -86,7 +86,7 @@ def emergence_curve(
         axes.axhline(threshold, color=GREY, linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
         if pre is not None and post is not None:
             axes.axvspan(pre, post, color=ORANGE, alpha=0.35, linewidth=0, label=f"emergence: {pre} to {post}")
-        _step_axis(axes.xaxis, table["step"].tolist())
+        step_axis(axes.xaxis, table["step"].tolist())
         axes.set_xlabel("training step")
         axes.set_ylabel(task if "score" in table else f"{task}: share, probability")
         figure.legend(loc="outside upper center", ncols=2)
@@ -108,7 +108,7 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
     last = float(table["last_step"].max())
     with style():
         width = max(2.6 if len(tasks) > 1 else 4.8, 0.8 + (0.24 if long_labels else 0.5) * len(labels))
-        figure, panels = _panels(len(tasks), width=width, height=3.8 if long_labels else 2.8)
+        figure, panels = panel_grid(len(tasks), width=width, height=3.8 if long_labels else 2.8)
         for axes, task in zip(panels, tasks, strict=True):
             rows = table.loc[table["task"] == task]
             _mean_line(axes, summary.loc[summary["task"] == task], place_of)
@@ -119,7 +119,7 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
             if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
                 axes.set_ylabel("training steps to emergence")
         never = {2 * last: "never"} if table["censored"].any() else {}
-        _log_steps(panels[0].yaxis, [*table["steps_to_emergence"], last], extra=never)
+        log_steps(panels[0].yaxis, [*table["steps_to_emergence"], last], extra=never)
         _legend_once(figure, panels)
     return figure
 
@@ -163,7 +163,7 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
     look: dict[str, Any] = {"fontsize": 6 if readable else 7}
     with style():
         width = side + 1.1 / len(pairs)  # the colour bar and the labels take their share
-        figure, panels = _panels(2 * len(pairs), width=width, height=side, per_row=len(pairs), share_y=True)
+        figure, panels = panel_grid(2 * len(pairs), width=width, height=side, per_row=len(pairs), share_y=True)
         image: Any = None
         for column, (title, pre, post) in enumerate(pairs):
             for row, pattern in enumerate((pre, post)):
@@ -185,7 +185,7 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
 def recovery(table: pd.DataFrame) -> "Figure":
     """Recovered gap against the number of heads patched, with the band of the random sets."""
     with style():
-        figure, (axes,) = _panels(1, width=5.2, height=3.2)
+        figure, (axes,) = panel_grid(1, width=5.2, height=3.2)
         random = table[table["heads"] == "random"]
         if len(random):
             axes.fill_between(
@@ -226,7 +226,7 @@ def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
         score: one score for all heads; by default, for each head the one that changes most.
     """
     with style():
-        figure, (above, below) = _panels(2, width=5.4, height=2.5, per_row=1, share_y=False)
+        figure, (above, below) = panel_grid(2, width=5.4, height=2.5, per_row=1, share_y=False)
         for index, (head, rows) in enumerate(table.groupby(["layer", "head"], sort=False)):
             shares = ["previous_token", "induction", "duplicate_token", "first_token"]
             name = score or str((rows[shares].max() - rows[shares].min()).idxmax())
@@ -240,7 +240,7 @@ def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
         _line(below, of_task, "p_target", VERMILION, "mean p(target)", marker="s")
         _line(below, of_task, "share_matched", "black", "share of prompts matched")
         for axes in (above, below):
-            _step_axis(axes.xaxis, table["step"].tolist())
+            step_axis(axes.xaxis, table["step"].tolist())
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
         above.set_ylabel("attention score" if score is None else score.replace("_", " "))
         above.tick_params(labelbottom=False)
@@ -259,7 +259,7 @@ def training_curve(metrics: pd.DataFrame, *, plateau: float, floor: float, solve
         solved_step: marked by a vertical line.
     """
     with style():
-        figure, (above, below) = _panels(2, width=5.4, height=2.2, per_row=1, share_y=False)
+        figure, (above, below) = panel_grid(2, width=5.4, height=2.2, per_row=1, share_y=False)
         above.plot(metrics["step"], metrics["train_loss_nats"], color=SKY, linewidth=1, label="training loss")
         above.plot(metrics["step"], metrics["loss_nats"], color=BLUE, label="held-out loss")
         above.axhline(plateau, color=GREY, linestyle="--", linewidth=1, label="plateau")
@@ -299,7 +299,7 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
     never = 2 * float(table["steps"].max()) if "censored" in table else 0.0
     groups = _groups(table, by)
     with style():
-        figure, (axes,) = _panels(1, width=5.2, height=3.4)
+        figure, (axes,) = panel_grid(1, width=5.2, height=3.4)
         for index, (key, label) in enumerate(groups.items()):
             aside = gap * min(0.1, 0.6 / len(groups)) * (index - (len(groups) - 1) / 2)
 
@@ -322,7 +322,7 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
             axes.errorbar(place(line), line["value"], yerr=ends, capsize=2, marker=marker, label=label, **look)
         if "censored" in table:
             extra = {never: "never"} if censored.any() else {}
-            _log_steps(axes.yaxis, [*table.loc[~censored, y], *means["value"].dropna()] or [1.0], extra=extra)
+            log_steps(axes.yaxis, [*table.loc[~censored, y], *means["value"].dropna()] or [1.0], extra=extra)
         _setting_axis(axes, place_of, is_log=is_log)
         axes.set_xlabel(x.replace("_", " "))
         axes.set_ylabel(y.replace("_nats", " (nats)").replace("_", " "))
@@ -356,7 +356,7 @@ def frontier(
         fast: start and end of the transition; the part before is shaded as slow, up to the end as fast.
     """
     with style():
-        figure, (above, below) = _panels(2, width=5.6, height=2.6, per_row=1, share_y=False)
+        figure, (above, below) = panel_grid(2, width=5.6, height=2.6, per_row=1, share_y=False)
         losses = runs["selection_loss_nats"].to_numpy(float) - floor
         above.plot(runs[x], np.where(losses > 0, losses, np.nan), "o", color=GREY, alpha=0.35, markeredgewidth=0)
         above.plot([], [], "o", color=GREY, alpha=0.35, label="all runs")  # the same, where none is above the floor
@@ -397,7 +397,7 @@ def _shade_phases(axes: "Axes", start: float | None, end: float | None) -> None:
     axes.set_xlim(low, high)
 
 
-def _panels(
+def panel_grid(
     n: int, *, width: float, height: float, per_row: int | None = None, share_y: bool = True
 ) -> tuple["Figure", Sequence["Axes"]]:
     """Figure with `n` panels of that size in inches, by default in rows of at most four or 11 inches."""
@@ -468,11 +468,11 @@ def _mean_line(axes: "Axes", summary: pd.DataFrame, place_of: dict[str, int]) ->
     axes.errorbar(means["place"], mean, yerr=ends, label="restricted mean, 95 % interval", **look)
 
 
-def _step_axis(axis: "Axis", steps: Sequence[float]) -> None:
+def step_axis(axis: "Axis", steps: Sequence[float]) -> None:
     """Training steps, on a logarithmic axis where they span more than 30-fold."""
     positive = [step for step in steps if step > 0]
     if positive and max(positive) > 30 * min(positive):
-        _log_steps(axis, steps)
+        log_steps(axis, steps)
     else:
         _plain_step_axis(axis)
 
@@ -483,7 +483,7 @@ def _plain_step_axis(axis: "Axis") -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] | None = None) -> None:
+def log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] | None = None) -> None:
     """Logarithmic axis for `steps`, with a place for step 0 where there is one, and ticks at `extra` heights."""
     from matplotlib.ticker import EngFormatter, NullLocator
 
@@ -501,7 +501,7 @@ def _log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] 
     else:
         set_scale("symlog", linthresh=low, linscale=0.4)
         set_limits(-0.2 * low, top)
-    decades = [10.0**power for power in range(-1, 13)]
+    decades = [10.0**power for power in range(-1, 19)]
     factors = (1,) if high > 50 * low else (1, 2, 5)
     ticks = [factor * decade for decade in decades for factor in factors if 0.8 * low <= factor * decade <= high]
     if len(ticks) < 2:  # a narrow range: its ends say more than a round number

@@ -4,6 +4,7 @@ Every function works on plain arrays and knows nothing of models. Intervals are 
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -125,6 +126,33 @@ def bootstrap_rank_correlation(
     resampled = _rank_correlations(x[draws], y[draws])
     low, high = np.quantile(resampled[np.isfinite(resampled)], [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
+
+
+def bootstrap_mean_rank_correlation(
+    groups: Sequence[tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]],
+    *,
+    seed: int,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+) -> Interval:
+    """Mean of Spearman's rank correlation over groups, with a bootstrap interval over the groups and their items.
+
+    A resample draws groups, and items anew in each. A correlation in which one side is constant counts as 0: there is
+    no order. NaN throughout without groups.
+    """
+    if not groups:
+        return Interval(*[float("nan")] * 3)
+    values, resampled = [], []
+    for index, (x, y) in enumerate(groups):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        draws = numpy_generator(seed, "items", index).integers(len(x), size=(n_resamples, len(x)))
+        values.append(np.nan_to_num(_rank_correlations(x[None], y[None])[0]))
+        resampled.append(np.nan_to_num(_rank_correlations(x[draws], y[draws])))
+    generator = numpy_generator(seed, "groups", len(groups))
+    drawn, of_drawn = (generator.integers(n, size=(n_resamples, len(groups))) for n in (len(groups), n_resamples))
+    means = np.array(resampled)[drawn, of_drawn].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(np.mean(values)), float(low), float(high))
 
 
 def censored_median(
