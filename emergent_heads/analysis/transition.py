@@ -215,7 +215,8 @@ def find_crossing(x: Float[np.ndarray, " place"], values: Float[np.ndarray, " pl
     before, after = log_places(x)[place - 1 : place + 1]
     above = values[place - 1]
     way = (above - level) / (above - values[place]) if np.isfinite(above) else 1.0
-    return Crossing("crossed", float(np.exp(before + way * (after - before))), float(x[place - 1]), float(x[place]))
+    low, high = float(x[place - 1]), float(x[place])
+    return Crossing("crossed", min(max(float(np.exp(before + way * (after - before))), low), high), low, high)
 
 
 def log_places(x: Float[np.ndarray, " place"]) -> Float[np.ndarray, " place"]:
