@@ -9,11 +9,14 @@ from torch import nn
 from emergent_heads.tasks import (
     ActivitySelection,
     Addition,
+    BreadthFirstSearch,
     CellularAutomaton,
     LinearMap,
     MaximumSubarray,
+    MinimumSpanningTree,
     Multiplication,
     SequenceTask,
+    TopologicalSort,
 )
 
 pytestmark = pytest.mark.benchmark
@@ -49,7 +52,15 @@ def test_making_a_batch_takes_at_most_a_twentieth_of_a_training_step(task: Seque
 
 @pytest.mark.parametrize(
     "task",
-    [Addition(16), Multiplication(16), MaximumSubarray(64), ActivitySelection(16)],
+    [
+        Addition(16),
+        Multiplication(16),
+        MaximumSubarray(64),
+        ActivitySelection(16),
+        BreadthFirstSearch(),
+        TopologicalSort(),
+        MinimumSpanningTree(weighted=True),
+    ],
     ids=lambda task: task.name,
 )
 def test_making_a_batch_of_an_algorithmic_task_takes_at_most_a_twentieth(task: SequenceTask) -> None:
