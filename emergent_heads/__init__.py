@@ -23,7 +23,7 @@ _HOMES = {
     "emergent_heads.models.hooked": ("check_intervention", "hooked"),
     "emergent_heads.models.mixers": ("Mixer", "register_mixer"),
     "emergent_heads.models.small": ("SmallModel", "SmallModelConfig", "effective_pattern"),
-    "emergent_heads.sweeps": ("RunSpec", "SweepResult", "grid", "run_sweep"),
+    "emergent_heads.sweeps": ("RunSpec", "SweepResult", "budget_grid", "compute_frontier", "grid", "run_sweep"),
     "emergent_heads.training.loop": ("train",),
     "emergent_heads.training.seeds": ("train_seeds",),
     "emergent_heads.training.run": ("Run", "open_run"),
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from emergent_heads.models.hooked import check_intervention, hooked
     from emergent_heads.models.mixers import Mixer, register_mixer
     from emergent_heads.models.small import SmallModel, SmallModelConfig, effective_pattern
-    from emergent_heads.sweeps import RunSpec, SweepResult, grid, run_sweep
+    from emergent_heads.sweeps import RunSpec, SweepResult, budget_grid, compute_frontier, grid, run_sweep
     from emergent_heads.training.loop import train
     from emergent_heads.training.run import Run, open_run
     from emergent_heads.training.seeds import train_seeds

@@ -1,13 +1,12 @@
 """Grids of runs under compute budgets, as in "Quiet Feature Learning in Algorithmic Tasks" (arXiv 2505.03997).
 
-A combination of width, depth, batch and learning rate is trained for as many steps as a budget pays for. One that would
-get only a handful of steps, or more than anyone wants to wait for, is left out: it would stand under a budget that it
-did not keep, or did not use.
+A combination of width, depth, batch and learning rate is trained for as many steps as a budget pays for. One that
+would get only a handful of steps is left out: it would stand under a budget that it did not keep.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +23,8 @@ Count = Literal["flops", "flops_paper"]
 COUNTS: tuple[Count, ...] = ("flops", "flops_paper")
 MOST_OFF = 0.05
 """Largest share by which the true FLOPs of a run may differ from the budget it stands under."""
+LEAST_APART = 1.25
+"""Least ratio of two budgets: the runs of closer ones could not be told apart by their true FLOPs."""
 SELECTION_ROWS = 1000
 _EVALUATIONS = 10
 _WARMUP_SHARE = 0.1
@@ -45,11 +46,15 @@ class BudgetRuns(list[RunSpec]):
         super().__init__(runs)
         self.table = table
 
-    def __repr__(self) -> str:
+    def headline(self) -> str:
+        """One line that says how many runs there are, and how many combinations were left out for what."""
         told = [f"{len(self)} runs under {self.table['budget_flops'].nunique()} budgets"]
         reasons = self.table["left_out"].value_counts()
         told += [f"{count} combinations left out ({reason})" for reason, count in reasons.items()]
-        return f"BudgetRuns({'; '.join(told)})"
+        return "; ".join(told)
+
+    def __repr__(self) -> str:
+        return f"BudgetRuns({self.headline()})"
 
 
 def budget_grid(
@@ -70,9 +75,9 @@ def budget_grid(
 
     The models are `SmallModelConfig.transformer_pp`, and training is the paper's: AdamW with betas (0.9, 0.95) and
     weight decay 0.1 (on matrices; the paper decays the gains of norms, too), gradients clipped at 1, a warm-up over a
-    tenth of the steps, then a cosine down to a tenth of the learning rate. Each run keeps one checkpoint, its last, and
-    is evaluated ten times on 1,000 held-out rows, by which `compute_frontier` chooses. The paper trains runs of one
-    step too, far above the budget they stand under; here the steps have a lower bound.
+    tenth of the steps, then a cosine down to a tenth of the learning rate. Each run keeps one checkpoint, its last,
+    and is evaluated ten times on 1,000 held-out rows, by which `compute_frontier` chooses. The paper trains runs of
+    one step too, far above the budget they stand under; here the steps have a lower bound.
 
     Args:
         task: what all are trained on.
@@ -202,9 +207,12 @@ def _budgets(given: Any) -> list[float]:
     budgets = sorted({float(each) for each in _values("budgets", given)})
     if wrong := [each for each in budgets if not (np.isfinite(each) and each > 0)]:
         raise ArgumentError(f"budgets must be FLOPs above 0, not {wrong[0]}")
-    for low, high in zip(budgets, budgets[1:], strict=False):
-        if low * (1 + MOST_OFF) >= high * (1 - MOST_OFF):
-            raise ArgumentError(f"the budgets {low:.4g} and {high:.4g} are too close to tell their runs apart")
+    for low, high in pairwise(budgets):
+        if high < LEAST_APART * low:
+            raise ArgumentError(
+                f"the budgets {low:.4g} and {high:.4g} are too close to tell their runs apart; each must be at least "
+                f"{LEAST_APART:g} times the one before"
+            )
     return budgets
 
 

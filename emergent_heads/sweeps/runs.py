@@ -272,12 +272,12 @@ def _plain(value: Any) -> Any:
 
 
 def check_runs(runs: Iterable[RunSpec]) -> list[RunSpec]:
-    """The runs as a list.
+    """The runs as a list: itself, if they are one.
 
     Raises:
         ArgumentError: there are none, or something else is among them.
     """
-    chosen = list(runs)
+    chosen = runs if isinstance(runs, list) else list(runs)
     if wrong := [run for run in chosen if not isinstance(run, RunSpec)]:
         raise ArgumentError(f"a sweep takes runs as emergent_heads.grid makes them, not {wrong[0]!r}")
     if not chosen:
