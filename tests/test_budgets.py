@@ -49,7 +49,7 @@ def test_the_paper_s_formula_gives_its_numbers_of_steps(d_model, steps):
 
 
 @given(n_layers=st.integers(1, 3), heads=st.sampled_from([1, 2]), half=st.integers(1, 6), batch_size=st.integers(1, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_exact_flops_are_those_of_all_matrices_and_pairs(n_layers, heads, half, batch_size):
     d_model = 2 * half * heads
     found = flops_of(spec(n_layers, d_model, batch_size, bits=4, n_heads=heads))
@@ -83,7 +83,7 @@ def cost_of_a_step(n_layers: int, d_model: int, batch_size: int, count: str) -> 
     least=st.integers(1, 60),
     count=st.sampled_from(["flops", "flops_paper"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_every_combination_that_can_keep_its_budget_is_trained(exponents, widths, depths, batches, least, count):
     task, most = Addition(3), 400
     budgets = [10 ** (each / 2) for each in exponents]

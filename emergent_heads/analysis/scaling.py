@@ -71,8 +71,8 @@ class Frontier(Result):
             `selection_loss_nats`, `chosen`.
         transition: of the losses over `x`, one curve for each seed; see `find_transition`.
         law: the power law of the smooth part, the losses before they leave it; None for fewer than 3 budgets.
-        leaves_at: first budget from which all losses lie below the 99.9 % prediction interval of the law of the budgets
-            before (and at least 1 % below the law); None where they never do.
+        leaves_at: first budget from which all losses lie below the 99.9 % prediction interval of the law (and at least
+            1 % below the law itself); None where they never do.
         plateau, floor: of the task, in nats.
         x: how FLOPs were counted, "flops" or "flops_paper".
     """
