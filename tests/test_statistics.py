@@ -9,6 +9,7 @@ from scipy import stats
 
 from emergent_heads.statistics import (
     bootstrap_mean,
+    bootstrap_mean_rank_correlation,
     bootstrap_means,
     bootstrap_median,
     bootstrap_rank_correlation,
@@ -257,3 +258,38 @@ def test_bootstrap_rank_correlation_of_constants_is_unknown():
     assert np.isnan(bootstrap_rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], seed=0)).all()
     assert np.isnan(bootstrap_rank_correlation([1.0], [1.0], seed=0)).all()
     assert np.isnan(bootstrap_rank_correlation([], [], seed=0)).all()
+
+
+def test_mean_rank_correlation_over_groups():
+    random = np.random.default_rng(7)
+    groups = [(np.arange(n, dtype=float), np.arange(n) + 3 * random.normal(size=n)) for n in (6, 9, 12)]
+    ours = bootstrap_mean_rank_correlation(groups, seed=0)
+    assert ours.value == pytest.approx(np.mean([stats.spearmanr(*group).statistic for group in groups]))
+    assert ours.low < ours.value < ours.high <= 1
+    assert bootstrap_mean_rank_correlation([(x, -y) for x, y in groups], seed=0) == pytest.approx(
+        (-ours.value, -ours.high, -ours.low)
+    )
+    assert np.isnan(bootstrap_mean_rank_correlation([], seed=0)).all()
+
+
+def test_mean_rank_correlation_of_one_group_is_the_bootstrap_over_its_items():
+    random = np.random.default_rng(8)
+    x, y = np.arange(20.0), np.arange(20) + 8 * random.normal(size=20)
+    ours = bootstrap_mean_rank_correlation([(x, y)], seed=0, n_resamples=5000)
+    theirs = bootstrap_rank_correlation(x, y, seed=1, n_resamples=5000)
+    assert tuple(ours) == pytest.approx(tuple(theirs), abs=0.03)
+
+
+def test_mean_rank_correlation_counts_no_order_as_0():
+    x, same = np.arange(5.0), np.ones(5)
+    assert bootstrap_mean_rank_correlation([(x, same)], seed=0) == (0, 0, 0)
+    assert bootstrap_mean_rank_correlation([(x, x), (x, same)], seed=0).value == pytest.approx(0.5)
+
+
+def test_mean_rank_correlation_seldom_sees_an_order_where_there_is_none():
+    random, seen = np.random.default_rng(9), 0
+    for trial in range(100):
+        groups = [(np.arange(8.0), random.normal(size=8)) for _ in range(3)]
+        found = bootstrap_mean_rank_correlation(groups, seed=trial, n_resamples=300)
+        seen += found.low > 0 or found.high < 0
+    assert seen <= 8
