@@ -499,6 +499,13 @@ def test_the_mean_is_over_features_as_shares_of_their_baselines():
     assert found.table["warning_step"].to_numpy() == pytest.approx(100 * at, rel=TOLERANCE)
 
 
+def test_a_baseline_without_loss_gives_no_warning():
+    probes, tables = runs(lambda middle: [feature("given away", [100.0], baseline=0.0)])
+    found = early_warning(probes, tables, ["given away"])
+    assert (found.table["warning_status"] == "never").all()
+    assert classify_features(probes, tables).named("not learned") == ["given away"]
+
+
 def test_quiet_features_are_watched_by_default():
     assert warned([4, 4, 4, 4]).features == ("carry", "sum")
 

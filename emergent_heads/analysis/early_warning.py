@@ -121,7 +121,7 @@ def early_warning(
 def _warning(curves: Sequence[ProbeCurve]) -> Crossing:
     """Where the mean probe has left its baseline."""
     steps = curves[0].steps
-    return find_crossing(steps, np.mean([curve.losses / curve.baseline for curve in curves], axis=0), START)
+    return find_crossing(steps, np.mean([curve.share_left for curve in curves], axis=0), START)
 
 
 def _warning_row(run: int, warning: Crossing, transition: Crossing) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class ProbeCurve:
         return 1 - self.best / self.baseline if self.baseline > 0 else 0.0
 
     @property
+    def share_left(self) -> Float[np.ndarray, " step"]:
+        """Share of the strongest baseline's loss that is left at each step; 1 where the baseline has none."""
+        return self.losses / self.baseline if self.baseline > 0 else np.ones_like(self.losses)
+
+    @property
     def gap_left(self) -> Float[np.ndarray, " step"]:
         """Share of the way from the baseline (1) to the best (0) that is left at each step."""
         return (self.losses - self.best) / (self.baseline - self.best)
