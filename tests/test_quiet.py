@@ -58,7 +58,6 @@ def feature(
                         "validation_loss": validation_loss + worse,
                         "baseline_loss": baseline,
                         "prior_loss": prior,
-                        "share_removed": 1 - (loss + worse) / baseline,
                         "is_best": not worse,
                     }
                 )
