@@ -212,6 +212,18 @@ def test_caveats_say_what_the_step_hides():
     assert "for a while, and came back" in came_back
 
 
+def test_a_loss_that_falls_through_the_plateau_is_said():
+    falling = table_of([4, 2, 1.6, 0.6, 0.2, 0], [1, 2, 4, 8, 16, 32])
+    (said,) = find_transition(falling, RANGE).caveats
+    # From 1.6 to 0.6 between 4 and 8: 1.1 is half of the way, 0.9 seven tenths.
+    assert said == "no plateau: u falls from 1.1 to 0.9 between step 5.66 and 6.5"
+    resting = table_of([4, 2, 1.05, 1.0, 0.95, 0.2, 0], 2.0 ** np.arange(7))
+    found = find_transition([resting, falling], RANGE)
+    assert found.caveats == (f"run 1: {said}",)
+    assert found.runs["plateau_step"].tolist() == pytest.approx([2 ** (1 + 0.9 / 0.95), 4 * 2**0.5])
+    assert np.isnan(find_transition(metrics(700), RANGE).runs["plateau_step"][0])
+
+
 def test_exact_match_of_one_half_is_enough():
     table = table_of([1, 1, 0, 0], [1, 10, 100, 1000]).assign(exact_match=[0.0, 0.5, 0.5, 0.5])
     assert find_transition(table, RANGE).exact_match_step == pytest.approx(10)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 START, MIDDLE, END = 0.9, 0.5, 0.1
 """Shares of the gap left at which a transition starts, takes place and ends."""
+ARRIVAL = 1.1
+"""Share of the gap left at which an untrained model's loss, often far above the plateau, has come down to it."""
 EXACT_MATCH = 0.5
 """Share of exact matches from which a task counts as done by half."""
 
@@ -76,7 +78,8 @@ class Transition(Result):
         table: one row per evaluation: `run` (from 0), `x` under its own name, the loss under its own name, `gap_left`
             (u) and, if known, `exact_match`.
         runs: one row per run: `status` ("crossed", "never", "from the start"), `step`, `low` and `high` (the
-            evaluations on both sides of it), `start`, `end`, `exact_match_step`, `first` and `last` evaluation.
+            evaluations on both sides of it), `start`, `end`, `exact_match_step`, `plateau_step` (where u comes down to 1.1,
+            from an untrained model's loss; NaN if it starts there), `first` and `last` evaluation.
         step: where u comes down to 0.5: of one run interpolated between two evaluations, of several the median.
         low, high: of one run the evaluations on both sides of `step`; of several a bootstrap interval over the runs,
             with no upper end where too many runs never got there.
@@ -191,7 +194,7 @@ def find_transition(
         slow_phase=_slow_phase(runs, starts, start),
         fast_phase=_span(start, end),
         x=x,
-        caveats=tuple(_caveats(curves, middles, x)),
+        caveats=(*_caveats(curves, middles, x), *_without_plateau(runs, x)),
         about={**about, "n_runs": len(curves), "seed": seed},
     )
 
@@ -286,7 +289,7 @@ class _Curve:
 
     def crossings(self) -> dict[str, Crossing]:
         """Where it starts, takes place and ends, and where half of the answers match."""
-        levels = {"step": MIDDLE, "start": START, "end": END}
+        levels = {"step": MIDDLE, "start": START, "end": END, "plateau_step": ARRIVAL}
         found = {name: find_crossing(self.x, self.gap_left, level) for name, level in levels.items()}
         unknown = Crossing("never", None, float(self.x[-1]), None)
         matched = unknown if self.not_matched is None else find_crossing(self.x, self.not_matched, 1 - EXACT_MATCH)
@@ -315,7 +318,7 @@ def _row(curve: _Curve, found: dict[str, Crossing]) -> dict[str, Any]:
         "step": middle.step,
         "low": middle.low,
         "high": middle.high,
-        **{name: found[name].step for name in ("start", "end", "exact_match_step")},
+        **{name: found[name].step for name in ("start", "end", "exact_match_step", "plateau_step")},
         "first": curve.x[0],
         "last": curve.x[-1],
     }
@@ -371,6 +374,14 @@ def _caveats(curves: Sequence[_Curve], crossings: Sequence[Crossing], x: str) ->
             yield f"{of_run}u is above {MIDDLE} again at the last evaluation"
         if found.status == "crossed" and found.high == curve.x[-1]:
             yield f"{of_run}u comes down to {MIDDLE} at the last evaluation only"
+
+
+def _without_plateau(runs: pd.DataFrame, x: str) -> Iterable[str]:
+    """Runs whose loss falls through the plateau: from 1.1 to 0.9 within less than a doubling of `x`."""
+    for row in runs.loc[runs["start"] < 2 * runs["plateau_step"]].to_dict("records"):
+        of_run = "" if len(runs) == 1 else f"run {row['run']}: "
+        between = f"between {x} {_number(row['plateau_step'])} and {_number(row['start'])}"
+        yield f"{of_run}no plateau: u falls from {ARRIVAL} to {START} {between}"
 
 
 def _finite(value: float | None) -> float | None:
