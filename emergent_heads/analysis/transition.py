@@ -78,8 +78,8 @@ class Transition(Result):
         table: one row per evaluation: `run` (from 0), `x` under its own name, the loss under its own name, `gap_left`
             (u) and, if known, `exact_match`.
         runs: one row per run: `status` ("crossed", "never", "from the start"), `step`, `low` and `high` (the
-            evaluations on both sides of it), `start`, `end`, `exact_match_step`, `plateau_step` (where u comes down to 1.1,
-            from an untrained model's loss; NaN if it starts there), `first` and `last` evaluation.
+            evaluations on both sides of it), `start`, `end`, `exact_match_step`, `plateau_step` (where u comes down to
+            1.1, from an untrained model's loss; NaN if it starts there), `first` and `last` evaluation.
         step: where u comes down to 0.5: of one run interpolated between two evaluations, of several the median.
         low, high: of one run the evaluations on both sides of `step`; of several a bootstrap interval over the runs,
             with no upper end where too many runs never got there.
