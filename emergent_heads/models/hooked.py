@@ -29,11 +29,14 @@ from emergent_heads.tasks.task import PromptBatch
 
 if TYPE_CHECKING:
     from emergent_heads.models.engine import PatchEngine
+    from emergent_heads.models.residual_engine import ResidualEngine
 
 OnPattern = Callable[[int, Tensor, Tensor], Tensor | None]
 """Called at each layer with (layer, pattern `[row, head, dest, src]`, values `[row, head, src, d_head]`); a tensor it
 returns takes the pattern's place."""
 
+KeysAndValues = tuple[Float[Tensor, "row pos head d_head"], Float[Tensor, "row pos head d_head"]]
+"""Of one layer's attention; keys turned, where positions are rotary."""
 
 EMBEDDING = -1
 """The layer before the first block, where the residual stream holds the embeddings."""
@@ -74,6 +77,7 @@ class HookedModel(ABC):
     def __init__(self) -> None:
         self._residual_checked = False
         self._engine: "PatchEngine | None" = None
+        self._residual_engine: "ResidualEngine | None" = None
 
     # ---- what a kind must supply ----
 
@@ -92,6 +96,34 @@ class HookedModel(ABC):
     @abstractmethod
     def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
         """The attention's output projection, bias included."""
+
+    # ---- what a kind can supply, so that later positions can be run alone ----
+
+    @property
+    def continues(self) -> bool:
+        """Whether blocks can be run on later positions alone, from kept keys and values of those before."""
+        return False
+
+    def keeping_keys_and_values(self, found: dict[int, KeysAndValues]) -> AbstractContextManager[None]:
+        """Puts the keys and values of all positions into `found`, by layer, of a pass made inside."""
+        raise NotImplementedError
+
+    def continued(
+        self, layer: int, resid: Float[Tensor, "run_row pos d_model"], before: KeysAndValues, first: int = 0
+    ) -> Float[Tensor, "run_row kept d_model"]:
+        """Residual stream after this block at later positions, from the one before it at these positions.
+
+        Args:
+            layer: of the block.
+            resid: at all positions that `before` leaves out; of several runs over the same rows, one after the other.
+            before: keys and values of the positions before.
+            first: the first of the later positions that is wanted.
+        """
+        raise NotImplementedError
+
+    def unembedded(self, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocabulary"]:
+        """Logits, from the residual stream after the last block."""
+        raise NotImplementedError
 
     # ---- reading ----
 
@@ -178,6 +210,19 @@ class HookedModel(ABC):
 
             self._engine = PatchEngine(self)
         return self._engine
+
+    @property
+    def residual_engine(self) -> "ResidualEngine":
+        """Runs with edits of the residual stream, many at once.
+
+        Raises:
+            InterventionHasNoEffect: editing the residual stream does not change this model's output.
+        """
+        if self._residual_engine is None:
+            from emergent_heads.models.residual_engine import ResidualEngine
+
+            self._residual_engine = ResidualEngine(self)
+        return self._residual_engine
 
     def logits_with_patterns(
         self,

@@ -7,8 +7,10 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emergent_heads.models.hooked import HookedModel, OnPattern
+from emergent_heads.models.hooked import HookedModel, KeysAndValues, OnPattern
 from emergent_heads.models.hooks import editing_input, editing_output, keep_in
+from emergent_heads.models.layers import listened_to
+from emergent_heads.models.mixers.attention import Attention
 from emergent_heads.models.small import SmallModel
 
 
@@ -37,6 +39,7 @@ class HookedSmallModel(HookedModel):
         self.blocks = model.block_list
         self.attention = [block.token_mixer for block in self.blocks]
         self.mlp = [block.mlp for block in self.blocks]
+        self._modules = list(model.modules())
 
     def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
         return self._model(tokens)
@@ -60,3 +63,34 @@ class HookedSmallModel(HookedModel):
 
     def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
         return self.attention[layer].out(z)
+
+    @property
+    def continues(self) -> bool:
+        # What a user hooked to the model is to see whole sequences. Mixers other than attention have no keys to keep.
+        return all(type(mixer) is Attention for mixer in self.attention) and not listened_to(*self._modules)
+
+    @contextmanager
+    def keeping_keys_and_values(self, found: dict[int, KeysAndValues]) -> Iterator[None]:
+        keys: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            for layer, mixer in enumerate(self.attention):
+                key_point = mixer.hook_k if mixer.rotary is None else mixer.hook_rot_k
+                stack.enter_context(editing_output(key_point, keep_in(keys, layer)))
+                stack.enter_context(editing_output(mixer.hook_v, keep_in(values, layer)))
+            yield
+        found.update({layer: (keys[layer], values[layer]) for layer in keys})
+
+    def continued(
+        self,
+        layer: int,
+        resid: Float[Tensor, "run_row pos d_model"],
+        before: KeysAndValues,
+        first: int = 0,
+    ) -> Float[Tensor, "run_row kept d_model"]:
+        block = self.blocks[layer]
+        resid = resid[:, first:] + self.attention[layer].continued(block.ln1(resid), *before, first)
+        return resid if block.mlp is None else resid + block.mlp(block.ln2(resid))
+
+    def unembedded(self, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocabulary"]:
+        return self._model.unembed(self._model.ln_final(resid))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from emergent_heads.models.small import SmallModelConfig
 
 
-def listened_to(*points: HookPoint) -> bool:
-    """Whether anything is hooked to any of these points, forwards or backwards."""
+def listened_to(*points: nn.Module) -> bool:
+    """Whether anything is hooked to any of these points (or modules), forwards or backwards."""
     return any(
         point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks
         for point in points
@@ -90,7 +90,7 @@ class Rotary(nn.Module):
     """Rotary positions over the whole head, base 10,000; its first half is paired with its second, as in GPT-NeoX."""
 
     cos: Tensor
-    sin: Tensor
+    signed_sin: Tensor
 
     def __init__(self, d_head: int, context: int | None) -> None:
         super().__init__()
@@ -98,9 +98,11 @@ class Rotary(nn.Module):
         angles = torch.arange(context or 0).float()[:, None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)[:, None]  # [pos, 1, d_head], the same for every head
         self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        halves = torch.tensor([-1.0, 1.0]).repeat_interleave(d_head // 2)
+        self.register_buffer("signed_sin", angles.sin() * halves, persistent=False)
 
-    def forward(self, x: Float[Tensor, "row pos head d_head"]) -> Float[Tensor, "row pos head d_head"]:
-        length = x.shape[1]
+    def forward(self, x: Float[Tensor, "row pos head d_head"], start: int = 0) -> Float[Tensor, "row pos head d_head"]:
+        """Turns `x`, whose first position is the sequence's position `start`."""
+        positions = slice(start, start + x.shape[1])
         first, second = x.chunk(2, dim=-1)
-        return x * self.cos[:length] + torch.cat([-second, first], dim=-1) * self.sin[:length]
+        return x * self.cos[positions] + torch.cat([second, first], dim=-1) * self.signed_sin[positions]
