@@ -13,6 +13,7 @@ _HOMES = {
     "emergent_heads.analysis.emergence": ("emergence_from_table", "emergence_table", "find_emergence"),
     "emergent_heads.analysis.evaluation": ("evaluate",),
     "emergent_heads.analysis.heads": ("rank_heads",),
+    "emergent_heads.analysis.probes": ("Probes", "ProbeSeries", "fit_probes", "open_probes", "probe_series"),
     "emergent_heads.analysis.quiet": ("classify_features",),
     "emergent_heads.analysis.recovery": ("recovery_curve",),
     "emergent_heads.analysis.trajectories": ("head_trajectories",),
@@ -24,6 +25,7 @@ _HOMES = {
     "emergent_heads.models.mixers": ("Mixer", "register_mixer"),
     "emergent_heads.models.small": ("SmallModel", "SmallModelConfig", "effective_pattern"),
     "emergent_heads.sweeps": ("RunSpec", "SweepResult", "budget_grid", "compute_frontier", "grid", "run_sweep"),
+    "emergent_heads.tasks.features": ("Feature",),
     "emergent_heads.training.loop": ("train",),
     "emergent_heads.training.seeds": ("train_seeds",),
     "emergent_heads.training.run": ("Run", "open_run"),
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from emergent_heads.analysis.emergence import emergence_from_table, emergence_table, find_emergence
     from emergent_heads.analysis.evaluation import evaluate
     from emergent_heads.analysis.heads import rank_heads
+    from emergent_heads.analysis.probes import Probes, ProbeSeries, fit_probes, open_probes, probe_series
     from emergent_heads.analysis.quiet import classify_features
     from emergent_heads.analysis.recovery import recovery_curve
     from emergent_heads.analysis.trajectories import head_trajectories
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from emergent_heads.models.mixers import Mixer, register_mixer
     from emergent_heads.models.small import SmallModel, SmallModelConfig, effective_pattern
     from emergent_heads.sweeps import RunSpec, SweepResult, budget_grid, compute_frontier, grid, run_sweep
+    from emergent_heads.tasks.features import Feature
     from emergent_heads.training.loop import train
     from emergent_heads.training.run import Run, open_run
     from emergent_heads.training.seeds import train_seeds
