@@ -559,6 +559,8 @@ class Sweep:
     The file defines runs, as emergent_heads.grid makes them. The same line again trains what is missing or failed.
 
     Example: emergent-heads sweep heads.py --out sweeps/heads --workers 2 --x n_heads
+
+    Example: emergent-heads sweep budgets.py --out sweeps/addition --workers 2 --frontier
     """
 
     file: tyro.conf.Positional[Path]
