@@ -350,22 +350,22 @@ def frontier(
         table: one row per budget, with `loss_nats` and `exact_match` and their intervals.
         seeds: one row per budget and seed, with the same columns.
         x: column of the FLOPs in all three.
-        plateau, floor: in nats; the plateau is drawn as a dashed line.
+        plateau, floor: in nats; the plateau is drawn as a dashed line. A solved task's losses are as good as 0: what
+            lies below a thousandth of the way from floor to plateau stands on the lower edge.
         law: the FLOPs that a power law was fitted to, and the loss above the floor that it gives; dotted beyond.
         leaves_at: where the losses leave the law, a vertical line.
         fast: start and end of the transition; the part before is shaded as slow, up to the end as fast.
     """
     with style():
         figure, (above, below) = panel_grid(2, width=5.6, height=2.6, per_row=1, share_y=False)
-        losses = runs["selection_loss_nats"].to_numpy(float) - floor
-        above.plot(runs[x], np.where(losses > 0, losses, np.nan), "o", color=GREY, alpha=0.35, markeredgewidth=0)
-        above.plot([], [], "o", color=GREY, alpha=0.35, label="all runs")  # the same, where none is above the floor
+        least = 1e-3 * (plateau - floor)
+        losses = (runs["selection_loss_nats"] - floor).clip(lower=least)
+        above.plot(runs[x], losses, "o", color=GREY, alpha=0.35, markeredgewidth=0, label="all runs")
         above.set_yscale("log")
-        for axes, column, shift in ((above, "loss_nats", floor), (below, "exact_match", 0.0)):
-            mean = table[column] - shift
-            ends = [(mean - table[f"{column}_low"] + shift), (table[f"{column}_high"] - shift - mean)]
-            ends = [end.fillna(0).clip(lower=0) for end in ends]  # a single seed has no interval
-            axes.plot(seeds[x], seeds[column] - shift, "o", color=SKY, markersize=2.5, zorder=3)
+        for axes, column, shift, lowest in ((above, "loss_nats", floor, least), (below, "exact_match", 0.0, 0.0)):
+            mean, low, high = ((table[f"{column}{end}"] - shift).clip(lower=lowest) for end in ("", "_low", "_high"))
+            ends = [end.fillna(0).clip(lower=0) for end in (mean - low, high - mean)]  # a single seed has none
+            axes.plot(seeds[x], (seeds[column] - shift).clip(lower=lowest), "o", color=SKY, markersize=2.5, zorder=3)
             axes.errorbar(table[x], mean, yerr=ends, color=BLUE, marker="o", capsize=2, label="best of each budget")
         above.axhline(plateau - floor, color=GREY, linestyle="--", linewidth=1, label="plateau")
         if law is not None:
@@ -379,6 +379,7 @@ def frontier(
         for axes in (above, below):
             axes.set_xscale("log")
             _shade_phases(axes, *fast)
+        above.set_ylim(bottom=0.8 * least if min(above.get_ylim()) < least else None)
         above.set_ylabel("loss (nats)" if floor == 0 else "loss above the floor (nats)")
         above.tick_params(labelbottom=False)
         above.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
