@@ -34,7 +34,7 @@ def transition(table: pd.DataFrame, *, x: str, step: float | None, fast_phase: S
             label = None if run else "loss" if n_runs == 1 else "loss, a line per run"
             axes.plot(rows[x], rows["gap_left"], color="black", linewidth=1.4 if n_runs == 1 else 0.8, label=label)
         _shade(axes, step, fast_phase)
-        _gap_axes(axes, table[x].tolist(), "training step" if x == "step" else x)
+        gap_axes(axes, table[x].tolist(), "training step" if x == "step" else x)
         figure.legend(loc="outside upper center", ncols=3)
     return figure
 
@@ -58,15 +58,15 @@ def quiet_features(
     """
     with style():
         figure, (axes,) = panel_grid(1, width=7.4, height=3.6)
-        _bundle(axes, losses, label="task loss: plateau to floor", color="black", linewidth=2.2, zorder=4)
+        bundle(axes, losses, label="task loss: plateau to floor", color="black", linewidth=2.2, zorder=4)
         drawn = features.loc[features["verdict"] != "not learned"]
         for index, row in enumerate(drawn.to_dict("records")):
             look = {"color": COLOURS[index % len(COLOURS)], "linestyle": _LINE_STYLES[index // len(COLOURS) % 2]}
-            _bundle(axes, curves.loc[curves["feature"] == row["feature"]], label=_label(row), zorder=3, **look)
+            bundle(axes, curves.loc[curves["feature"] == row["feature"]], label=_label(row), zorder=3, **look)
         _shade(axes, transition, fast_phase)
         for row in features.loc[features["verdict"] == "not learned", "feature"]:
             axes.plot([], [], linestyle="none", label=f"{row}: not learned")
-        _gap_axes(axes, [*losses["step"], *curves["step"]], "training step")
+        gap_axes(axes, [*losses["step"], *curves["step"]], "training step")
         axes.set_ylabel("share of the way left\n(1: plateau, baseline; 0: floor, best)")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
     return figure
@@ -102,7 +102,7 @@ def early_warning(table: pd.DataFrame, *, correlation: float | None) -> "Figure"
     return figure
 
 
-def _bundle(axes: "Axes", rows: pd.DataFrame, *, label: str, **look: Any) -> None:
+def bundle(axes: "Axes", rows: pd.DataFrame, *, label: str, **look: Any) -> None:
     """Median over the runs, above a thin line per run where there are several."""
     by_run = [(run["step"].to_numpy(float), run["gap_left"].to_numpy(float)) for _, run in rows.groupby("run")]
     steps, median = _median_curve(by_run)
@@ -139,7 +139,7 @@ def _shade(axes: "Axes", step: float | None, fast_phase: Span | None) -> None:
         axes.axvline(step, color=ORANGE, linewidth=1, label=f"transition at {_steps(step)}", zorder=1)
 
 
-def _gap_axes(axes: "Axes", places: Sequence[float], label: str) -> None:
+def gap_axes(axes: "Axes", places: Sequence[float], label: str) -> None:
     for level in (0, 1):
         axes.axhline(level, color=GREY, linewidth=0.7, linestyle=":", zorder=0)
     axes.set_ylim(-0.12, _HIGHEST)

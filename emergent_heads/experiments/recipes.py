@@ -4,13 +4,14 @@ The paper's optimiser is not known. Those of scale "paper" are its sizes with th
 reproductions; those of "small" were chosen so that a run of the linear map takes seconds on one core.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from emergent_heads.experiments.registry import Scale
 from emergent_heads.sweeps import RunSpec, grid
-from emergent_heads.tasks import CellularAutomaton, LinearMap
+from emergent_heads.tasks import AlgorithmicTask, CellularAutomaton, LinearMap
 
 _Value = TypeVar("_Value")
 
@@ -46,6 +47,24 @@ AUTOMATA: Mapping[Scale, Mapping[str, Any]] = {
     "paper": {**_PAPER, "state_size": 16, "states": 16, "rules": 256, "n_layers": 4, "solved_at": 0.5},
 }
 
+# The block, optimiser and batch of the quiet-features paper, at one learning rate that solves these sizes in seconds.
+_ALGORITHM: Mapping[str, Any] = {
+    "norm": "rms",
+    "positions": "rotary",
+    "mlp": "swiglu",
+    "biases": False,
+    "d_model": 64,
+    "n_heads": 4,
+    "weight_decay": 0.1,
+    "n_held_out": 512,
+}
+ALGORITHMS: Mapping[Scale, Mapping[str, Any]] = {
+    "small": {**_ALGORITHM, "n_layers": 2, "learning_rate": 3e-3, "warmup_steps": 50},
+    "paper": {**_ALGORITHM, "n_layers": 4, "learning_rate": 1e-3, "warmup_steps": 1000, "steps": 50_000},
+}
+ROWS = 64
+"""Sequences in a batch of an algorithmic task, as in the paper."""
+
 
 @dataclass(frozen=True)
 class Recipes:
@@ -67,6 +86,13 @@ class Recipes:
         """Runs of cellular automata, each seed with tables of its own unless `task_seed` is given (see `grid`)."""
         return self._runs(CellularAutomaton, AUTOMATA[self.scale], changes)
 
+    def algorithm(self, task: AlgorithmicTask, *, steps: int, **changes: Any) -> list[RunSpec]:
+        """Runs of an algorithmic task at a fixed number of steps, with checkpoints ever further apart."""
+        steps = self.steps(steps)
+        recipe = {**ALGORITHMS[self.scale], "tokens_per_batch": ROWS * task.length, **changes, "steps": steps}
+        kept = checkpoint_steps(steps)
+        return grid(task, **{"checkpoints": [kept], "evaluate_every": max(1, steps // 60), **recipe})
+
     def sized(self, *, small: _Value, paper: _Value) -> _Value:
         """The value of this scale."""
         return small if self.scale == "small" else paper
@@ -79,3 +105,9 @@ class Recipes:
         settings = {"task_seed": "seed", **recipe, **changes}
         settings["steps"] = self.steps(settings["steps"])
         return grid(task, **settings)
+
+
+def checkpoint_steps(last: int, *, first: int = 10, ratio: float = 1.15) -> tuple[int, ...]:
+    """Step 0, then steps that grow by about the same ratio, up to the last."""
+    n = 1 + round(math.log(max(last, first) / first) / math.log(ratio))
+    return tuple(sorted({0, last, *(min(last, round(first * ratio**power)) for power in range(n))}))

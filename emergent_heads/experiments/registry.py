@@ -52,7 +52,7 @@ _SLOWER = (
     "bootstrap interval; not slower: the interval is below 1.25."
 )
 
-_ALL = (
+_SPARSE_ATTENTION = (
     Experiment(
         "bits-one-at-a-time",
         "Bits are learned one at a time",
@@ -189,7 +189,120 @@ _ALL = (
     ),
 )
 
-EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in _ALL}
+_CROSSES = (
+    "The share of the gap left is u = (loss - floor) / (plateau - floor); the plateau is the loss of a model that "
+    "knows how often each token stands at each place of the answer."
+)
+_QUIET = (
+    "Quiet means that the whole interval of the lead over seeds is above 0, loud that none of it is. The lead is the "
+    "step at which the task's loss is half-way from plateau to floor, minus the step at which the probe's loss is "
+    "half-way from its strongest baseline (class prior, tokens alone, untrained model) to the best it reaches."
+)
+_SMALL = (
+    "Models of two layers and width 64 at one learning rate (3e-3, constant), chosen so that the tasks are solved in "
+    "about a minute; the paper trains up to 50 million parameters, on 16 bits, 11 nodes, 64 values and 16 activities."
+)
+_QUIET_FEATURES = (
+    Experiment(
+        "plateau-then-drop",
+        "The loss stays on a plateau, then drops",
+        "Within a run the loss stays on a plateau and then drops, on addition, a graph task and maximum subarray.",
+        "Holds for a task if from u = 0.9 to u = 0.1 the steps grow at most 5-fold (geometric mean over seeds, whole "
+        "95 % interval); does not hold if more. An exponential approach without a plateau takes 21.9-fold. "
+        + _CROSSES,
+        "plateau_then_drop:PLATEAU_THEN_DROP",
+        _SMALL,
+        "quiet features",
+    ),
+    Experiment(
+        "data-budgets",
+        "Plateau and drop over data budgets",
+        "A model of fixed size, trained anew for each data budget, stays on the plateau up to one and then drops.",
+        "As the finding before, over training sequences in place of steps: each budget is a training of its own, with "
+        "warm-up and cosine schedule to its end.",
+        "plateau_then_drop:DATA_BUDGETS",
+        "Addition of 8 bits, 80 to 640 steps of 64 sequences, which is less than one epoch of its 65,536 problems.",
+        "quiet features",
+    ),
+    Experiment(
+        "compute-budgets",
+        "Plateau and drop on the compute-optimal frontier",
+        "The best run for each compute budget stays on the plateau up to a budget and then drops.",
+        "As the findings before, over FLOPs: for each budget the configuration of lowest held-out loss, reported "
+        "on other rows.",
+        "compute_budgets:COMPUTE_BUDGETS",
+        "Addition of 6 bits, widths and learning rates as in the table. Runs have at least 60 steps and stand under "
+        "their true FLOPs, padding included; the paper counts runs of one step too.",
+        "quiet features",
+    ),
+    Experiment(
+        "quiet-carry",
+        "Carry is learned before the loss moves",
+        "On addition, the carry can be read from the residual stream before the loss moves.",
+        "Holds if carry is quiet at every width. " + _QUIET,
+        "quiet_features:QUIET_CARRY",
+        _SMALL,
+        "quiet features",
+    ),
+    Experiment(
+        "quiet-features",
+        "Which features are quiet and which are loud",
+        "Operands, carries, the queue of a breadth-first search and the signs of an array are quiet; adjacency "
+        "lists, start times and running sums are loud.",
+        "One part for each of the ten features that the paper's figures show; holds if all come out as in the paper. "
+        + _QUIET,
+        "quiet_features:QUIET_FEATURES",
+        _SMALL + " Adjacency lists and start times are in the prompt, so a probe of the tokens alone is part of the "
+        "baseline here. Positions are each example's own; the paper's code took those of the first example for all.",
+        "quiet features",
+    ),
+    Experiment(
+        "position-order",
+        "Early positions first, or late ones",
+        "Addition and multiplication learn early positions first, breadth-first search late ones.",
+        "Holds for a feature if Spearman's correlation of place and step of emergence has a 95 % interval (over seeds "
+        "and places) above 0 for early first, below 0 for late first; does not hold if it is on the other side. "
+        "Emergence is measured against the strongest baseline of each place, the tokens alone included.",
+        "quiet_features:POSITION_ORDER",
+        "What the tokens alone give away at each place stands in the table and below in the figure: the queue's late "
+        "places are nearly all nodes not yet visited.",
+        "quiet features",
+    ),
+    Experiment(
+        "u-shape",
+        "Quiet probes rise again after the transition",
+        "After the transition the probe losses of some quiet features rise again, and stay below the baseline.",
+        "Holds if the last probe loss of at least one quiet feature is above its lowest by more than 2 % of the way "
+        "from baseline to best (whole 95 % interval over seeds); does not hold if all quiet ones are wholly below.",
+        "quiet_features:U_SHAPE",
+        "Runs end at two to four times the step of the transition; a rise that takes longer is not seen.",
+        "quiet features",
+    ),
+    Experiment(
+        "ablation",
+        "Solved models need their quiet features",
+        "Ablating the direction of a quiet feature costs a solved model far more exact match than every control.",
+        "Holds for a feature if the best of the four controls (random directions of the same rank; matched in removed "
+        "variance; probes of shuffled labels; the other features) keeps at least 0.2 more exact match than the "
+        "ablated feature, with the whole 95 % interval over seeds; does not hold if wholly less.",
+        "feature_ablation:FEATURE_ABLATION",
+        "The residual stream is put onto the probes' decision hyperplanes (the paper's edit), at the best layer of "
+        "each place.",
+        "quiet features",
+    ),
+    Experiment(
+        "early-warning",
+        "Quiet probes warn of the transition",
+        "The probes of quiet features leave their baseline before the transition, and the earlier, the earlier it is.",
+        "Holds if the steps between warning (mean probe loss at 0.9 of its strongest baseline) and transition are "
+        "above 0, and Spearman's correlation of the two over ten seeds is above 0, each with the whole 95 % interval.",
+        "quiet_features:EARLY_WARNING",
+        "Not in the paper. Addition of 8 bits, ten seeds.",
+        "quiet features",
+    ),
+)
+
+EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (*_SPARSE_ATTENTION, *_QUIET_FEATURES)}
 
 
 def find_experiment(name: str) -> Experiment:
