@@ -502,15 +502,26 @@ def log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] |
     else:
         set_scale("symlog", linthresh=low, linscale=0.4)
         set_limits(-0.2 * low, top)
-    decades = [10.0**power for power in range(-1, 19)]
-    factors = (1,) if high > 50 * low else (1, 2, 5)
-    ticks = [factor * decade for decade in decades for factor in factors if 0.8 * low <= factor * decade <= high]
+    first = 0.8 * low if min(steps) > 0 else 2 * low  # nearer to 0 than that, it would stand in its label
+    ticks = _round_numbers(first, high)
     if len(ticks) < 2:  # a narrow range: its ends say more than a round number
         ticks = sorted({float(low), float(high)})
-    ticks = [0.0, *(tick for tick in ticks if tick > 2 * low)] if min(steps) <= 0 else ticks
+    if min(steps) <= 0:
+        ticks = [0.0, *(tick for tick in ticks if tick >= first)]
     name = EngFormatter(sep="")
     axis.set_ticks([*ticks, *marks], [*map(name, ticks), *marks.values()])
     axis.set_minor_locator(NullLocator())
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Powers of ten in the range; where these are fewer than three, also numbers in between."""
+    found: list[float] = []
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        found = [factor * 10.0**power for power in range(-1, 19) for factor in factors]
+        found = [number for number in found if low <= number <= high]
+        if len(found) >= 3:
+            break
+    return found
 
 
 def _no_ticks() -> Any:

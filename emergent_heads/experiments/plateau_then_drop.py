@@ -51,7 +51,7 @@ def _unit(x: str) -> str:
 
 def _within_arms(recipes: Recipes) -> list[Arm]:
     problems = (ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY)
-    return [problem.arm(recipes, range(3)) for problem in problems]
+    return [problem.arm(recipes) for problem in problems]
 
 
 def _within(runs: pd.DataFrame, folder: Path) -> Mapping[str, Transition]:

@@ -29,20 +29,23 @@ class Problem:
         task: the task.
         steps: of training, well beyond where it is solved.
         n_layers: blocks of the model.
+        n_seeds: runs, where an experiment needs no other number.
     """
 
     title: str
     task: AlgorithmicTask
     steps: int
     n_layers: int = 2
+    n_seeds: int = 3
 
-    def arm(self, recipes: Recipes, seeds: Sequence[int]) -> Arm:
+    def arm(self, recipes: Recipes, n_seeds: int | None = None) -> Arm:
         """Runs of it, one per seed."""
-        runs = recipes.algorithm(self.task, steps=self.steps, n_layers=self.n_layers, seed=list(seeds))
+        seeds = range(n_seeds or self.n_seeds)
+        runs = recipes.algorithm(self.task, steps=self.steps, n_layers=self.n_layers, seed=seeds)
         return Arm(self.title, "", self.title, runs)
 
 
-ADDITION_8 = Problem("addition, 8 bits", tasks.Addition(8), 400)
+ADDITION_8 = Problem("addition, 8 bits", tasks.Addition(8), 400, n_seeds=5)
 ADDITION_12 = Problem("addition, 12 bits", tasks.Addition(12), 600)
 ADDITION_16 = Problem("addition, 16 bits", tasks.Addition(16), 900)
 MULTIPLICATION = Problem("multiplication, 4 bits", tasks.Multiplication(4), 1200)

@@ -48,8 +48,8 @@ _PAPER = {
 """What the paper's figures show: which features are quiet and which are loud."""
 
 
-def _arms(problems: Sequence[Problem], n_seeds: int = 3) -> Callable[[Recipes], list[Arm]]:
-    return lambda recipes: [problem.arm(recipes, range(n_seeds)) for problem in problems]
+def _arms(problems: Sequence[Problem], n_seeds: int | None = None) -> Callable[[Recipes], list[Arm]]:
+    return lambda recipes: [problem.arm(recipes, n_seeds) for problem in problems]
 
 
 def _table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:

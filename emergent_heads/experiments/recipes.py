@@ -107,7 +107,7 @@ class Recipes:
         return grid(task, **settings)
 
 
-def checkpoint_steps(last: int, *, first: int = 10, ratio: float = 1.15) -> tuple[int, ...]:
+def checkpoint_steps(last: int, *, first: int = 10, ratio: float = 1.2) -> tuple[int, ...]:
     """Step 0, then steps that grow by about the same ratio, up to the last."""
     n = 1 + round(math.log(max(last, first) / first) / math.log(ratio))
     return tuple(sorted({0, last, *(min(last, round(first * ratio**power)) for power in range(n))}))
