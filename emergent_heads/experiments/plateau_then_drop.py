@@ -28,8 +28,8 @@ SMOOTH = float(np.log(0.1) / np.log(0.9))
 _BUDGETS = (80, 113, 160, 226, 320, 453, 640)
 
 
-def abrupt(part: str, transition: Transition) -> Check:
-    """Whether the drop of all runs together takes at most a factor of `ABRUPT`, from 0.9 to 0.1 of the gap."""
+def abrupt(part: str, transition: Transition, *, most: float = ABRUPT) -> Check:
+    """Whether the drop of all runs together takes at most a factor of `most`, from 0.9 to 0.1 of the gap."""
     runs = transition.runs
     ended = runs.loc[runs["start"].notna() & runs["end"].notna()]
     n = len(ended)
@@ -42,7 +42,7 @@ def abrupt(part: str, transition: Transition) -> Check:
     )
     if n < len(runs):
         says += f"; {len(runs) - n} of {len(runs)} runs did not get there"
-    return of_interval(part, Interval(-factor.value, -factor.high, -factor.low), n, says, above=-ABRUPT, below=-ABRUPT)
+    return of_interval(part, Interval(-factor.value, -factor.high, -factor.low), n, says, above=-most, below=-most)
 
 
 def _unit(x: str) -> str:
@@ -74,24 +74,24 @@ def _judge_within(runs: pd.DataFrame, folder: Path) -> Judgement:
 
 def _data_arms(recipes: Recipes) -> list[Arm]:
     arms = []
-    for steps in _BUDGETS:
+    share = recipes.steps(_BUDGETS[-1]) / _BUDGETS[-1]  # to try it out, all shrink together
+    for budget in _BUDGETS:
+        steps = max(1, round(budget * share))
         # Each budget is a training of its own, with a schedule that comes to its end.
-        how = {"schedule": "cosine", "warmup_steps": max(1, recipes.steps(steps) // 10), "checkpoints": [()]}
+        how = {"schedule": "cosine", "warmup_steps": max(1, steps // 10), "checkpoints": [()]}
         runs = recipes.algorithm(ADDITION_8.task, steps=steps, seed=range(3), **how)
-        arms.append(Arm(ADDITION_8.title, "", recipes.steps(steps) * ROWS, runs))
+        arms.append(Arm(ADDITION_8.title, "", steps * ROWS, runs))
     return arms
 
 
 def _judge_data(runs: pd.DataFrame, folder: Path) -> Judgement:
     ended = select(runs).drop_duplicates("run")
-    tables = [
-        rows.rename(columns={"x": "sequences"}).loc[:, ["sequences", "loss_nats", "exact_match"]]
-        for _, rows in ended.groupby("seed")
-    ]
+    tables = [rows.loc[:, ["sequences", "loss_nats", "exact_match"]] for _, rows in ended.groupby("seed")]
     task = Run.open(folder / ended["run"].iloc[0]).task
     transitions = {ADDITION_8.title: find_transition(tables, task, x="sequences")}
     check = abrupt(f"{ADDITION_8.title}, over data", transitions[ADDITION_8.title])
-    return Judgement([check], curves=_curves(transitions))
+    measures = ["sequences", "seed", "loss_nats", "exact_match"]
+    return Judgement([check], table=ended.loc[:, measures], curves=_curves(transitions))
 
 
 def _table(transitions: Mapping[str, Transition]) -> pd.DataFrame:

@@ -68,7 +68,7 @@ def _table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
     ]
     tables = [one.classified.table.loc[:, columns].assign(task=title) for title, one in probed.items()]
     table = pd.concat(tables, ignore_index=True)
-    return table[["task", *columns]]
+    return table.loc[:, ["task", *columns]]
 
 
 def _curves(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
@@ -79,7 +79,7 @@ def _curves(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
         features = one.classified.curves.merge(one.classified.table[["feature", "verdict"]], on="feature")
         parts += [each.assign(task=title) for each in (loss, features)]
     columns = ["task", "feature", "verdict", "run", "step", "gap_left"]
-    return pd.concat(parts, ignore_index=True)[columns]
+    return pd.concat(parts, ignore_index=True).loc[:, columns]
 
 
 def _has_verdict(title: str, row: Mapping[str, Any], wanted: str) -> Check:
@@ -149,10 +149,8 @@ def _order_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
         places = one.classified.places.groupby(["feature", "place"], sort=False)["emergence_step"].median()
         tables = pd.concat([probes.table for probes in one.probes])
         last = tables.loc[tables["step"] == tables["step"].max()]
-        baselines = last.groupby(["feature", "place"], sort=False)[
-            ["prior_loss", "last_token_loss", "bag_loss"]
-        ].mean()
-        found = baselines.join(places.rename("emergence_step")).reset_index()
+        by_place = last.groupby(["feature", "place"], sort=False)
+        found = by_place[["prior_loss", "last_token_loss", "bag_loss"]].mean().join(places).reset_index()
         rows.append(
             found.assign(
                 task=title,
@@ -160,7 +158,7 @@ def _order_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
             )
         )
     table = pd.concat(rows, ignore_index=True)
-    return table[["task", "feature", "place", "emergence_step", "prior_loss", "tokens_give_away"]]
+    return table.loc[:, ["task", "feature", "place", "emergence_step", "prior_loss", "tokens_give_away"]]
 
 
 def _judge_u_shape(runs: pd.DataFrame, folder: Path) -> Judgement:
@@ -189,7 +187,7 @@ def _rises(title: str, row: Mapping[str, Any], seeds: pd.DataFrame) -> Check:
 def _rise_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
     columns = ["feature", "verdict", "rise", "rise_low", "rise_high", "share_removed"]
     tables = [one.classified.table.loc[:, columns].assign(task=title) for title, one in probed.items()]
-    return pd.concat(tables, ignore_index=True)[["task", *columns]]
+    return pd.concat(tables, ignore_index=True).loc[:, ["task", *columns]]
 
 
 def _judge_warning(runs: pd.DataFrame, folder: Path) -> Judgement:
@@ -211,7 +209,7 @@ def _judge_warning(runs: pd.DataFrame, folder: Path) -> Judgement:
         tables.append(found.table.assign(task=title))
     table = pd.concat(tables, ignore_index=True)
     kept = ["task", "run", "warning_step", "transition_step", "steps_between"]
-    return Judgement(checks, table=table[kept].rename(columns={"run": "seed"}), curves=table)
+    return Judgement(checks, table=table.loc[:, kept].rename(columns={"run": "seed"}), curves=table)
 
 
 def _row(one: ProbedRuns, feature: str) -> Mapping[str, Any]:

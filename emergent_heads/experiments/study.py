@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import pandas as pd
 
@@ -57,6 +57,10 @@ class Check:
     says: str
 
 
+class HasPlot(Protocol):
+    def plot(self) -> "Figure": ...
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What came out of the runs of an experiment.
@@ -66,12 +70,14 @@ class Judgement:
         verdict: None for the usual one: holds if all parts do, does not hold if one does not.
         table: a table of the experiment's own; None for a row per arm.
         curves: what the figure shows beside the runs; None for nothing.
+        drawn: a result of the library whose own plot is the figure; None where the study draws it.
     """
 
     checks: Sequence[Check]
     verdict: Verdict | None = None
     table: pd.DataFrame | None = None
     curves: pd.DataFrame | None = None
+    drawn: "HasPlot | None" = None
 
     @property
     def final(self) -> Verdict:
@@ -163,3 +169,9 @@ def select(runs: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 def _named(name: str, interval: Interval) -> Mapping[str, float]:
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def own_plot(_: pd.DataFrame, judgement: Judgement) -> "Figure":
+    """A `Study.draw`: the plot of the result that was judged."""
+    assert judgement.drawn is not None
+    return judgement.drawn.plot()
