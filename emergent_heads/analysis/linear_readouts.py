@@ -72,51 +72,52 @@ class Activations:
         self,
         labels: Float[Tensor, "label row"],
         penalties: Sequence[float],
-        start: Readouts | None = None,
+        start: Sequence[Readouts] | None = None,
     ) -> list[Readouts]:
         """Logistic regression for each C of `penalties`, each from the solution before, so give them ascending.
 
         Args:
             labels: 0 and 1; no label may be constant.
             penalties: values of C.
-            start: readouts to start from where they fit better, such as those of a checkpoint shortly before.
+            start: one for each C, to start from where they fit better: the same labels' readouts from activations that
+                are nearly the same, such as those of a checkpoint shortly before.
         """
         labels = labels.to(self._rows)
-        means = labels.mean(1)
-        weights = labels.new_zeros(len(labels), self._rows.shape[1])
-        weights[:, -1] = torch.logit(means)
-        other = None if start is None else self._from_units(start)
+        weights = self._prior(labels)
+        starts = [] if start is None else [self._from_units(each) for each in start]
         found = []
-        for c in penalties:
-            if other is not None:
-                better = self._objective(other, labels, c) < self._objective(weights, labels, c)
-                weights = torch.where(better[:, None], other, weights)
-            weights = self._newton(weights, labels, self._penalty_of(labels, [c] * len(labels)))
+        for number, c in enumerate(penalties):
+            if starts:
+                near = [weights, starts[number]]
+                if number:  # the start, moved as the one before had to be moved
+                    near.append(starts[number] + weights - starts[number - 1])
+                weights = self._lowest(near, labels, c)
+            weights = self._newton(weights, 1 - 2 * labels, self._penalty_of(labels, [c] * len(labels)))
             found.append(self._in_units(weights.double()))
         return found
 
     def logistic_at(self, labels: Float[Tensor, "label row"], penalties: Sequence[float]) -> Readouts:
         """Logistic regression with a C of its own for each label."""
         labels = labels.to(self._rows)
-        weights = labels.new_zeros(len(labels), self._rows.shape[1])
-        weights[:, -1] = torch.logit(labels.mean(1))
-        return self._in_units(self._newton(weights, labels, self._penalty_of(labels, penalties)).double())
+        return self._in_units(
+            self._newton(self._prior(labels), 1 - 2 * labels, self._penalty_of(labels, penalties)).double()
+        )
 
     # ---- the solver ----
 
     def _newton(
         self,
         weights: Float[Tensor, "label d1"],
-        labels: Float[Tensor, "label row"],
+        signs: Float[Tensor, "label row"],
         penalty: Float[Tensor, "label d1"],
     ) -> Float[Tensor, "label d1"]:
         """Newton's method from `weights`; labels that are solved drop out."""
         solved = weights.clone()
         left = torch.arange(len(weights), device=weights.device)
-        p, gradient = self._gradient(weights, labels, penalty)
+        wrong, gradient = self._gradient(weights, signs, penalty)
         for _ in range(_MOST_NEWTON_STEPS):
-            step = self._newton_step(p * (1 - p), gradient, penalty)
-            weights, p, gradient, taken = self._along(weights, step, gradient, labels, penalty)
+            step = self._newton_step(wrong * (1 - wrong), gradient, penalty)
+            weights, wrong, gradient, taken = self._along(weights, step, gradient, signs, penalty)
             solved[left] = weights
             self.newton_steps += len(left)
             # A full step this small leaves an error that is smaller by far: Newton's method squares it.
@@ -125,16 +126,20 @@ class Activations:
             if not going_on.any():
                 break
             if not going_on.all():
-                left, weights, p, gradient, labels, penalty = (
-                    each[going_on] for each in (left, weights, p, gradient, labels, penalty)
+                left, weights, wrong, gradient, signs, penalty = (
+                    each[going_on] for each in (left, weights, wrong, gradient, signs, penalty)
                 )
         return solved
 
-    def _gradient(self, weights: Tensor, labels: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities `[label, row]` and the objective's gradient."""
-        p = (weights @ self._columns).sigmoid_()
+    def _gradient(self, weights: Tensor, signs: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities of the wrong label `[label, row]`, and the objective's gradient.
+
+        `signs` are 1 for label 0 and -1 for label 1. Where a label is read well its error is tiny, and `p - 1` would
+        have lost it in rounding.
+        """
+        wrong = (weights @ self._columns).mul_(signs).sigmoid_()
         self.products += len(weights)
-        return p, (p - labels) @ self._rows + penalty * weights
+        return wrong, (wrong * signs) @ self._rows + penalty * weights
 
     def _newton_step(
         self, curvature: Float[Tensor, "label row"], gradient: Float[Tensor, "label d1"], penalty: Tensor
@@ -170,9 +175,9 @@ class Activations:
         return step
 
     def _along(
-        self, weights: Tensor, step: Tensor, gradient: Tensor, labels: Tensor, penalty: Tensor
+        self, weights: Tensor, step: Tensor, gradient: Tensor, signs: Tensor, penalty: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, " label"]]:
-        """Takes the step, shortened where it overshoots: weights, probabilities, gradient and share taken.
+        """Takes the step, shortened where it overshoots: as `_gradient`, between the weights and the share taken.
 
         The objective is convex, so its slope along the step tells whether the lowest point was passed; no loss needs
         to be computed.
@@ -181,13 +186,26 @@ class Activations:
         taken = torch.ones_like(slope)
         for _ in range(_MOST_HALVINGS):
             new = weights + taken[:, None] * step
-            p, new_gradient = self._gradient(new, labels, penalty)
+            wrong, new_gradient = self._gradient(new, signs, penalty)
             rise = (new_gradient * step).sum(1)
             over = rise > _OVERSHOT * slope
             if not over.any():
                 break
             taken = torch.where(over, taken * (slope / (slope + rise)).clamp(0.1, 0.9), taken)
-        return new, p, new_gradient, taken  # pyright: ignore[reportPossiblyUnboundVariable]
+        return new, wrong, new_gradient, taken  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _prior(self, labels: Float[Tensor, "label row"]) -> Float[Tensor, "label d1"]:
+        """Readouts that know the labels' frequencies only."""
+        weights = labels.new_zeros(len(labels), self._rows.shape[1])
+        weights[:, -1] = torch.logit(labels.mean(1))
+        return weights
+
+    def _lowest(
+        self, candidates: Sequence[Float[Tensor, "label d1"]], labels: Tensor, c: float
+    ) -> Float[Tensor, "label d1"]:
+        """For each label the weights among `candidates` that fit it best."""
+        best = torch.stack([self._objective(each, labels, c) for each in candidates]).nan_to_num(torch.inf).argmin(0)
+        return torch.stack([*candidates])[best, torch.arange(len(best), device=best.device)]
 
     def _objective(self, weights: Tensor, labels: Tensor, c: float) -> Float[Tensor, " label"]:
         z = weights @ self._columns

@@ -19,6 +19,8 @@ from emergent_heads.randomness import numpy_generator
 _TOKENS_AT_ONCE = 2**13  # of a forward pass
 FitKey = tuple[str, int, int]
 """`(feature, place, layer)`."""
+Starts = Mapping[FitKey, Sequence[Readouts]]
+"""Readouts at each penalty, to start from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Fit:
         target: what it reads.
         penalty: C, chosen on the validation rows.
         readouts: weights and intercepts of the components that vary.
+        path: the same at each of the penalties, to start from at another checkpoint; empty for continuous features.
         validation_loss: by which it is chosen.
         scores: on the test rows.
         shuffled: the same fitted to training labels in random order, and its test loss; None where not asked for.
@@ -39,6 +42,7 @@ class Fit:
     target: Target
     penalty: float
     readouts: Readouts
+    path: tuple[Readouts, ...]
     validation_loss: float
     scores: Scores
     shuffled: tuple[Readouts, float] | None
@@ -70,7 +74,7 @@ class Fitting:
         data: ProbeData,
         *,
         shuffled: bool,
-        start: Mapping[FitKey, Readouts] | None = None,
+        start: Starts | None = None,
         done: Callable[[], object] = lambda: None,
     ) -> list[Fit]:
         """Fits all probes of a model.
@@ -86,16 +90,14 @@ class Fitting:
             NotFiniteError: the residual stream is not finite.
         """
         found = []
-        for layer, site, x in self._blocks(model, data):
-            found += self._fit_site(layer, site, x, shuffled=shuffled, start=start or {})
+        for layer, site, x in self.blocks(model, data):
+            found += self.fit_site(layer, site, x, shuffled=shuffled, start=start or {})
             done()
         return found
 
     # ---- activations ----
 
-    def _blocks(
-        self, model: HookedModel, data: ProbeData
-    ) -> Iterator[tuple[int, Site, Float[Tensor, "here d_model"]]]:
+    def blocks(self, model: HookedModel, data: ProbeData) -> Iterator[tuple[int, Site, Float[Tensor, "here d_model"]]]:
         """The activations of each layer at each site, by as few passes as the memory allows."""
         todo = [(layer, site) for layer in self.layers for site in data.sites]
         while todo:
@@ -118,14 +120,14 @@ class Fitting:
 
     # ---- probes of one site ----
 
-    def _fit_site(
+    def fit_site(
         self,
         layer: int,
         site: Site,
         x: Float[Tensor, "here d_model"],
         *,
         shuffled: bool,
-        start: Mapping[FitKey, Readouts],
+        start: Starts,
     ) -> list[Fit]:
         activations = Activations(x[site.train])
         found = []
@@ -144,7 +146,7 @@ class Fitting:
         targets: Sequence[Target],
         *,
         shuffled: bool,
-        start: Mapping[FitKey, Readouts],
+        start: Starts,
     ) -> list[Fit]:
         continuous = targets[0].continuous
         labels = torch.cat([target.labels for target in targets]).to(x.device)
@@ -171,6 +173,7 @@ class Fitting:
                     target=target,
                     penalty=self.penalties[chosen[number]],
                     readouts=readouts[number],
+                    path=() if continuous else tuple(_part(each, part) for each in path),
                     validation_loss=float(by_penalty[chosen[number], part].mean()),
                     scores=scores(readouts[number](x[site.test]), test, continuous=continuous),
                     shuffled=control,
@@ -232,12 +235,13 @@ def _part(readouts: Readouts, part: slice) -> Readouts:
     return Readouts(readouts.weights[part], readouts.intercepts[part])
 
 
-def _joined(start: Mapping[FitKey, Readouts], targets: Sequence[Target], layer: int) -> Readouts | None:
+def _joined(start: Starts, targets: Sequence[Target], layer: int) -> list[Readouts] | None:
     """The readouts to start from of all targets, where there are some for each."""
     found = [start.get((*target.key, layer)) for target in targets]
-    if any(each is None for each in found):
+    if not all(found):
         return None
-    return Readouts(
-        torch.cat([each.weights for each in found if each is not None]),
-        torch.cat([each.intercepts for each in found if each is not None]),
-    )
+    by_penalty = zip(*(each for each in found if each), strict=True)
+    return [
+        Readouts(torch.cat([each.weights for each in of_one]), torch.cat([each.intercepts for each in of_one]))
+        for of_one in by_penalty
+    ]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
@@ -20,7 +19,7 @@ from emergent_heads.analysis.baselines import token_baselines
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.linear_readouts import Readouts
 from emergent_heads.analysis.probe_data import Features, ProbeData, Site, Target, choose_features, draw_data
-from emergent_heads.analysis.probe_fits import Fit, FitKey, Fitting
+from emergent_heads.analysis.probe_fits import Fit, FitKey, Fitting, Starts
 from emergent_heads.analysis.probe_folder import ProbeFolder
 from emergent_heads.analysis.readout_scores import Scores
 from emergent_heads.checkpoints.series import CheckpointSeries
@@ -385,26 +384,25 @@ def probe_series(
         if folder is not None:
             folder.keep_baselines(baselines)
     by_step: dict[int, Probes] = {}
-    before: Probes | None = None
+    start: Starts | None = None
     for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, disable=not progress):
         identity = series.identity(step)
         kept = None if folder is None else folder.read(step, identity)
         if kept is not None:
-            before = _unpacked(*kept, about)
+            by_step[step] = _unpacked(*kept, about)
+            start = None
         elif step not in problems:
             try:
-                fits = fitting.fit(series.hooked(step), data, shuffled=True, start=_start(before, data))
+                fits = fitting.fit(series.hooked(step), data, shuffled=True, start=start)
             except UnsafeWeightsError:
                 raise
             except (CheckpointError, NotFiniteError) as error:
                 problems[step] = str(error)
                 continue
-            before = _probes(fits, data, baselines, about, chosen)
+            start = {fit.key: fit.path for fit in fits}
+            by_step[step] = _probes(fits, data, baselines, about, chosen)
             if folder is not None:
-                folder.keep(step, before.table, _packed(before), identity)
-        else:
-            continue
-        by_step[step] = before
+                folder.keep(step, by_step[step].table, _packed(by_step[step]), identity)
     if not by_step:
         raise CheckpointError(
             f"no checkpoint of {series.name} can be used; at step {min(problems)}: {problems[min(problems)]}"
@@ -522,19 +520,6 @@ def _constant_readouts(target: Target) -> Float[np.ndarray, " component"]:
     n = target.labels.shape[1]
     rates = (n * target.rates + 0.5) / (n + 1)
     return np.log(rates / (1 - rates)).astype(np.float32)
-
-
-def _start(before: Probes | None, data: ProbeData) -> dict[FitKey, Readouts]:
-    """The readouts of another checkpoint, to start from."""
-    if before is None:
-        return {}
-    varies = {target.key: target.varies for site in data.sites for target in site.targets}
-    return {
-        key: Readouts(
-            torch.from_numpy(probe.weights[varies[key[:2]]]), torch.from_numpy(probe.intercepts[varies[key[:2]]])
-        )
-        for key, probe in before.weights.items()
-    }
 
 
 def _first_usable(series: CheckpointSeries, steps: Sequence[int], problems: dict[int, str]) -> HookedModel:
