@@ -165,13 +165,20 @@ def draw_data(
             f"{task.name} has token ids up to {tokens.max()} and the model knows {model.vocabulary_size}; give a "
             "model of this task"
         )
+    distinct = _count_distinct(tokens, rows.sizes)
+    if distinct[0] < _FEWEST_TRAIN or min(distinct[1:]) < _FEWEST_TEST:
+        raise ArgumentError(
+            f"{task.name} gives {distinct[0]} different sequences for training, {distinct[1]} for validation and "
+            f"{distinct[2]} for the test, which is too few for probes: it takes {_FEWEST_TRAIN}, {_FEWEST_TEST} and "
+            f"{_FEWEST_TEST}; ask for more rows, or choose a larger task"
+        )
     sites = tuple(_sites(features, values, rows.sizes))
     end = 1 + max(int(site.positions.max()) for site in sites)
     return ProbeData(
         torch.from_numpy(np.ascontiguousarray(tokens[:, :end])),
         rows.answer_starts[rows.order],
         rows.sizes,
-        _count_distinct(tokens, rows.sizes),
+        distinct,
         sites,
     )
 
@@ -232,12 +239,6 @@ def _divided_prompts(task: PromptTask, model: HookedModel, sizes: tuple[int, int
             end += 1
         ends[number] = end
     found = (ends[0], ends[1] - ends[0], ends[2] - ends[1])
-    if found[0] < _FEWEST_TRAIN or min(found[1:]) < _FEWEST_TEST:
-        raise ArgumentError(
-            f"{task.name} has {len(tokens)} prompts, {len(np.unique(group))} of them different, which is too few for "
-            f"probes: they give {found[0]} for training, {found[1]} for validation and {found[2]} for the test; it "
-            f"takes {_FEWEST_TRAIN}, {_FEWEST_TEST} and {_FEWEST_TEST}"
-        )
     return _Rows(tokens, np.full(len(tokens), tokens.shape[1]), order[: ends[2]], found)
 
 
@@ -271,8 +272,10 @@ def _named(task: Any, name: str) -> Feature:
 def _read(feature: Feature, tokens: Int[np.ndarray, "row pos"], task: Any) -> FeatureValues:
     try:
         return feature.read(tokens)
-    except ArgumentError:
-        raise
+    except ArgumentError as error:
+        if repr(feature.name) in str(error):
+            raise
+        raise ArgumentError(f"feature {feature.name!r}: {error}") from error
     except Exception as error:
         raise ArgumentError(
             f"feature {feature.name!r} cannot be read from the sequences of {task.name} "

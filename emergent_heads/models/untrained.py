@@ -1,5 +1,6 @@
 """Models of the same shape with fresh weights: what a readout finds before anything was learned."""
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -42,7 +43,9 @@ def _fresh(model: HookedModel, seed: int) -> nn.Module:
     if isinstance(model, HookedTransformerModel):
         config = deepcopy(own.cfg)
         config.seed = None
-        made = type(own)(config, tokenizer=None, move_to_device=False)
+        with warnings.catch_warnings():  # the class is deprecated, which the caller knows: the model is theirs
+            warnings.simplefilter("ignore", DeprecationWarning)
+            made = type(own)(config, tokenizer=None, move_to_device=False)
         made.init_weights()
         return made
     raise UnsupportedModelError(f"no model like this {model.kind} can be made with fresh weights")
