@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOMES = {
+    "emergent_heads.analysis.ablation": ("ablate_features", "ablation_series"),
     "emergent_heads.analysis.early_warning": ("early_warning",),
     "emergent_heads.analysis.emergence": ("emergence_from_table", "emergence_table", "find_emergence"),
     "emergent_heads.analysis.evaluation": ("evaluate",),
@@ -17,6 +18,7 @@ _HOMES = {
     "emergent_heads.analysis.quiet": ("classify_features",),
     "emergent_heads.analysis.recovery": ("recovery_curve",),
     "emergent_heads.analysis.trajectories": ("head_trajectories",),
+    "emergent_heads.analysis.transplant": ("transplant_features",),
     "emergent_heads.analysis.transition": ("LossRange", "find_transition"),
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
     "emergent_heads.checkpoints.suites": ("suite", "suites"),
@@ -38,6 +40,7 @@ __all__ = ["__version__", *_MODULES, *_HOME_OF]  # pyright: ignore[reportUnsuppo
 
 if TYPE_CHECKING:
     from emergent_heads import errors, tasks
+    from emergent_heads.analysis.ablation import ablate_features, ablation_series
     from emergent_heads.analysis.early_warning import early_warning
     from emergent_heads.analysis.emergence import emergence_from_table, emergence_table, find_emergence
     from emergent_heads.analysis.evaluation import evaluate
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from emergent_heads.analysis.recovery import recovery_curve
     from emergent_heads.analysis.trajectories import head_trajectories
     from emergent_heads.analysis.transition import LossRange, find_transition
+    from emergent_heads.analysis.transplant import transplant_features
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.checkpoints.suites import suite, suites
     from emergent_heads.models.attention_bias import AttentionBias

@@ -155,6 +155,30 @@ def bootstrap_mean_rank_correlation(
     return Interval(float(np.mean(values)), float(low), float(high))
 
 
+def sign_flip_p(
+    differences: Float[np.ndarray, "*rows n"], *, seed: int, n_resamples: int = 10_000
+) -> Float[np.ndarray, "*rows"]:
+    """Two-sided p-value of a mean of paired differences, by a permutation test that flips their signs.
+
+    How often a mean at least as far from 0 comes about when each pair is swapped at random: exact over all flips where
+    these are no more than `n_resamples`, else over so many draws, the data themselves counted. All rows are flipped
+    alike. NaN without differences.
+    """
+    differences = np.asarray(differences, dtype=np.float64)
+    n = differences.shape[-1]
+    if n == 0:
+        return np.full(differences.shape[:-1], np.nan)
+    exact = 2**n <= n_resamples
+    if exact:
+        up = np.arange(2**n)[:, None] >> np.arange(n) & 1
+    else:
+        up = numpy_generator(seed, "sign flips", n).integers(2, size=(n_resamples, n), dtype=np.int8)
+    sums = np.abs(differences @ (2.0 * up - 1).T)
+    least = np.abs(differences.sum(axis=-1, keepdims=True))
+    as_far = (sums >= least * (1 - 1e-9) - 1e-12).sum(axis=-1)
+    return as_far / len(up) if exact else (1 + as_far) / (1 + len(up))
+
+
 def censored_median(
     times: Float[np.ndarray, " n"], censored: Bool[np.ndarray, " n"], *, level: float = 0.95
 ) -> Interval:

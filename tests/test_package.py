@@ -16,7 +16,18 @@ PACKAGE = ROOT / "emergent_heads"
 
 # From the ground up; a room imports only from rooms below it, and its own.
 ROOMS = ("ground", "tasks", "models", "checkpoints", "training", "analysis", "sweeps", "experiments", "cli")
-GROUND = {"errors", "randomness", "statistics", "storage", "results", "plots", "plots_probes", "plots_quiet", "processes"}
+GROUND = {
+    "errors",
+    "randomness",
+    "statistics",
+    "storage",
+    "results",
+    "plots",
+    "plots_ablation",
+    "plots_probes",
+    "plots_quiet",
+    "processes",
+}
 
 
 def python(*arguments: str) -> str:

@@ -377,8 +377,9 @@ class ResidualEngine:
         trace = self.trace(tokens, reads)
         edits = [_random_edit(model, layer, length) for layer in sorted({0, model.n_layers // 2, self._last})]
         trials = [edits, *([edit] for edit in edits)]
-        possible = [shortcut for shortcut, holds in self._holds.items() if holds and shortcut != "none"]
-        self._holds.update(dict.fromkeys(possible, False))
+        possible: list[Shortcut] = [each for each, holds in self._holds.items() if holds and each != "none"]
+        for shortcut in possible:
+            self._holds[shortcut] = False
         plain = [self.answers(trace, trial) for trial in trials]
         for shortcut in reversed(possible):
             self._holds[shortcut] = True  # so that it is in use

@@ -1,0 +1,118 @@
+"""Figures of ablations: what is left with a feature taken out, beside the controls."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from emergent_heads.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, panel_grid, step_axis, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAMES = {
+    "none": "no edit",
+    "feature": "feature removed",
+    "pre": "earlier checkpoint",
+    "post": "later checkpoint",
+    "transplanted": "transplanted",
+    "random": "random",
+    "matched_variance": "random, same variance",
+    "matched_change": "random, same size",
+    "shuffled_labels": "shuffled labels",
+    "other_features": "other features",
+}
+_COLOURS = {
+    "none": "black",
+    "feature": VERMILION,
+    "pre": "black",
+    "post": GREEN,
+    "transplanted": VERMILION,
+    "random": BLUE,
+    "matched_variance": SKY,
+    "matched_change": SKY,
+    "shuffled_labels": ORANGE,
+    "other_features": PURPLE,
+}
+_ALWAYS_WRONG = 0.05
+
+
+def ablation(table: pd.DataFrame, controls: pd.DataFrame) -> "Figure":
+    """One panel per feature: a mark with its interval per edit, and a small mark for each run of the controls.
+
+    Exact match, or the loss where hardly any answer is right without an edit.
+
+    Args:
+        table: as `Ablation.table`.
+        controls: as `Ablation.controls`.
+    """
+    features = list(dict.fromkeys(table["feature"]))
+    edits = list(dict.fromkeys(table["edit"]))
+    solved = bool(table["exact_match"].max() >= _ALWAYS_WRONG)
+    with style():
+        figure, panels = panel_grid(len(features), width=2.9, height=0.3 * len(edits) + 0.8)
+        for axes, feature in zip(panels, features, strict=True):
+            rows, runs = (each.loc[each["feature"] == feature] for each in (table, controls))
+            _marks(axes, rows, runs, edits, "exact_match" if solved else "loss_nats")
+            axes.set_title(feature.replace("_", " "))
+            axes.set_xlabel("exact match" if solved else "loss (nats)")
+            if solved:
+                axes.set_xlim(-0.04, 1.04)
+        panels[0].set_yticks(range(len(edits)), [_NAMES[edit] for edit in edits])
+        panels[0].set_ylim(len(edits) - 0.5, -0.5)
+    return figure
+
+
+def _marks(axes: "Axes", rows: pd.DataFrame, runs: pd.DataFrame, edits: list[str], column: str) -> None:
+    stem = column.removesuffix("_nats")
+    for place, edit in enumerate(edits):
+        own = rows.loc[rows["edit"] == edit]
+        if own.empty:
+            continue
+        row = own.iloc[0]
+        of_run = runs.loc[runs["edit"] == edit, column].to_numpy(float)
+        if len(of_run):
+            spread = 0.28 * (np.arange(len(of_run)) % 5 - 2) / 2  # so that equal ones are told apart
+            axes.plot(of_run, place + spread, "o", color=_COLOURS[edit], alpha=0.3, markersize=2.5, markeredgewidth=0)
+        ends = np.abs(np.array([[row[f"{stem}_low"]], [row[f"{stem}_high"]]], float) - row[column])
+        axes.errorbar(row[column], place, xerr=ends, fmt="D", color=_COLOURS[edit], capsize=2.5, markersize=4.5)
+    first = rows.loc[rows["edit"] == edits[0], column]
+    axes.axvline(float(first.iloc[0]), color=GREY, linewidth=0.8, linestyle="--", zorder=0)
+    axes.grid(axis="y", color="#EEEEEE")
+
+
+def ablation_series(table: pd.DataFrame) -> "Figure":
+    """Loss above exact match over the steps, one column per feature: without edit, without the feature, with controls.
+
+    Args:
+        table: as `AblationSeries.table`.
+    """
+    features = list(dict.fromkeys(table["feature"]))
+    with style():
+        figure, panels = panel_grid(2 * len(features), width=3.0, height=1.9, per_row=len(features), share_y=False)
+        for index, feature in enumerate(features):
+            rows = table.loc[table["feature"] == feature]
+            above, below = panels[index], panels[len(features) + index]
+            for edit, own in rows.groupby("edit", sort=False):
+                look: dict[str, Any] = {"color": _COLOURS[str(edit)], "label": _NAMES[str(edit)], "marker": "o"}
+                for axes, column, stem in ((above, "loss_nats", "loss"), (below, "exact_match", "exact_match")):
+                    axes.plot(own["step"], own[column], zorder=3 if edit in ("none", "feature") else 2, **look)
+                    axes.fill_between(
+                        own["step"].to_numpy(float),
+                        own[f"{stem}_low"].to_numpy(float),
+                        own[f"{stem}_high"].to_numpy(float),
+                        color=look["color"],
+                        alpha=0.15,
+                        linewidth=0,
+                    )
+            above.set_title(feature.replace("_", " "))
+            below.set_ylim(-0.03, 1.03)
+            below.set_xlabel("training step")
+            for axes in (above, below):
+                step_axis(axes.xaxis, rows["step"].tolist())
+            above.tick_params(labelbottom=False)
+        panels[0].set_ylabel("loss (nats)")
+        panels[len(features)].set_ylabel("exact match")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2 + len(features))
+    return figure
