@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from emergent_heads.models.small import SmallModelConfig
     from emergent_heads.results import Result
     from emergent_heads.tasks.task import PromptTask, SequenceTask
+    from emergent_heads.training.run import Run
 
 PROGRAM = "emergent-heads"
 SUMMARY = "When did a capability emerge in training, and which attention heads made it emerge?"
@@ -552,6 +553,140 @@ class Train:
 
 
 @dataclass(frozen=True)
+class TrainedRuns:
+    """Runs that the library trained on one algorithmic task; several are seeds."""
+
+    run: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="DIR")] = ()
+    """folder of a run; give it again for every seed"""
+
+    def open(self) -> "list[Run]":
+        """The runs.
+
+        Raises:
+            ArgumentError: none, two of one name, or runs of different tasks. NoCheckpointsError: not the library's.
+        """
+        from emergent_heads.training.run import Run
+
+        if not self.run:
+            raise ArgumentError("which run? give --run DIR")
+        runs = [Run.open(path) for path in self.run]
+        names = [run.name for run in runs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ArgumentError(f"two runs are named {twice[0]}; rename the folder of one")
+        if other := [run for run in runs if run.task_settings != runs[0].task_settings]:
+            raise ArgumentError(f"{runs[0].name} and {other[0].name} were trained on different tasks")
+        return runs
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Since when can a feature be read from the residual stream, and was that before the loss moved? Probes the
+    checkpoints of a run at every layer and place, and tells quiet from loud features. A verdict takes three seeds.
+
+    The same line again probes only what is missing.
+
+    Example: emergent-heads probe --run runs/add --feature carry --out probes/add --plot quiet.png
+    """
+
+    runs: TrainedRuns = field(default_factory=TrainedRuns)
+    feature: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """feature to probe for (all of the task if left out)"""
+    steps: Annotated[tuple[int, ...] | None, _unset("STEP [STEP ...]")] = None
+    """checkpoints to probe (all if left out)"""
+    n_train: Annotated[int, tyro.conf.arg(metavar="N")] = 10_000
+    """training rows of each probe"""
+    n_test: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
+    """test rows, and as many to choose penalty and layer by"""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("probes")
+    """folder for the probes of each run, and features.csv (a row per feature)"""
+    plot: FigureFile = None
+    """draw task loss and probe losses over the steps: .png, .pdf or .svg"""
+
+    def run(self, line: str) -> None:
+        _check_outputs(self.out / "features.csv", self.plot)
+        runs = self.runs.open()
+        from emergent_heads.analysis.probes import probe_series
+        from emergent_heads.analysis.quiet import classify_features
+
+        probes = [
+            probe_series(
+                run.series,
+                run.task,
+                self.feature or None,
+                steps=self.steps,
+                n_train=self.n_train,
+                n_test=self.n_test,
+                path=self.out / run.name,
+            )
+            for run in runs
+        ]
+        for each in probes:
+            print(each.last.headline())
+            _print_table(each.last.shown())
+            print()
+        found = classify_features(probes, [run.metrics for run in runs], task=runs[0].task)
+        _print_result(found)
+        _write(found, self.out / "features.csv", self.plot, line)
+
+
+@dataclass(frozen=True)
+class Ablate:
+    """Does the model need a feature? Takes the directions of its probes out of the residual stream of a checkpoint,
+    and directions like them for comparison: random ones of the same rank, ones that remove as much variance, probes of
+    shuffled labels, the other features.
+
+    The probes are those of "emergent-heads probe".
+
+    Example: emergent-heads ablate --run runs/add --probes probes/add --feature carry --how hyperplane --out carry.csv
+    """
+
+    run_folder: Annotated[Path, tyro.conf.arg(name="run", metavar="DIR")]
+    """folder of the run"""
+    probes: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """folder of the run's probes: --out of the probing, or the run's folder in it"""
+    feature: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """feature to take out (each of those probed, one at a time, if left out)"""
+    step: Number = None
+    """checkpoint (the last that was probed if left out)"""
+    how: Literal["projection", "hyperplane", "mean", "leace"] = "projection"
+    """remove the component, put it where the probe reads 0, put its mean there, or LEACE (arXiv 2306.03819)"""
+    layers: Literal["probe", "later"] = "probe"
+    """at the layer of each place's best probe, or after all later layers too"""
+    controls: Annotated[int, tyro.conf.arg(metavar="N")] = 32
+    """draws of each random control"""
+    rows: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
+    """sequences to measure on"""
+    out: TableFile = None
+    """write the table: .csv, .parquet or .json"""
+    plot: FigureFile = None
+    """draw exact match without edit, with the feature taken out, and with the controls: .png, .pdf or .svg"""
+
+    def run(self, line: str) -> None:
+        _check_outputs(self.out, self.plot)
+        from emergent_heads.training.run import Run
+
+        run = Run.open(self.run_folder)
+        task, series = run.task, run.series
+        from emergent_heads.analysis.ablation import ablate_features
+        from emergent_heads.analysis.probes import open_probes
+
+        inside = self.probes / run.name
+        probes = open_probes(inside if inside.is_dir() else self.probes)
+        found = ablate_features(
+            series[probes.steps[-1] if self.step is None else self.step],
+            task,
+            probes,
+            self.controls,
+            self.how,
+            features=self.feature or None,
+            layers=self.layers,
+            n=self.rows,
+        )
+        _print_result(found)
+        _write(found, self.out, self.plot, line)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Trains the runs that a Python file defines, several at a time, and tabulates when each left its plateau, when it
     solved its task, what it had learned in the end, and what it took.
@@ -576,7 +711,7 @@ class Sweep:
     y: Annotated[str | None, _unset("MEASURE")] = None
     """what to draw (step_solved if left out)"""
     frontier: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """also write and draw the best of each compute budget (frontier.csv, frontier.png), of emergent_heads.budget_grid"""
+    """of runs by emergent_heads.budget_grid: also write and draw the best of each (frontier.csv, frontier.png)"""
 
     def run(self, line: str) -> None:
         _goes_with("--y", self.y, "--x", self.x)
@@ -672,8 +807,9 @@ class Reproduce:
 
 @dataclass(frozen=True)
 class Demo:
-    """The whole job on this machine, without downloads: trains small models, finds when they learn to repeat what they
-    have read, ranks their heads, and draws what a few of them recover. Takes about two minutes on two cores.
+    """The whole job on this machine, without downloads. First: trains small models, finds when they learn to repeat
+    what they have read, ranks their heads, and draws what a few of them recover. Then: trains a model to add, shows
+    what it had learned before its loss moved, and whether it needs it. Takes about three minutes on two cores.
 
     Example: emergent-heads demo --out demo-results
     """
@@ -681,15 +817,21 @@ class Demo:
     out: Path = Path("demo-results")
     """folder for checkpoints, tables and figures; finished trainings in it are used again"""
     seeds: int = 3
-    """models to train"""
+    """models to train in the first part"""
     steps: int = 550
-    """training steps"""
+    """training steps of these"""
+    addition_steps: int = 400
+    """training steps of the model that adds"""
 
     def run(self, line: str) -> None:
         from emergent_heads.experiments.demo import run_demo
+        from emergent_heads.experiments.quiet_demo import run_quiet_demo
         from emergent_heads.experiments.small_language_model import Recipe
 
         for text in run_demo(self.out, seeds=self.seeds, recipe=Recipe(steps=self.steps)):
+            print(text, flush=True)
+        print()
+        for text in run_quiet_demo(self.out / "addition", steps=self.addition_steps):
             print(text, flush=True)
 
 
@@ -698,6 +840,8 @@ COMMANDS: dict[str, type[Command]] = {
     "emergence": Emergence,
     "rank": Rank,
     "train": Train,
+    "probe": Probe,
+    "ablate": Ablate,
     "sweep": Sweep,
     "reproduce": Reproduce,
     "demo": Demo,

@@ -9,10 +9,11 @@ from emergent_heads.plots import save_figure
 from emergent_heads.storage import check_writable
 
 if TYPE_CHECKING:
-    pass
+    from emergent_heads.analysis.ablation import Ablation
+    from emergent_heads.analysis.quiet import QuietFeatures
 
 BITS = 8
-STEPS = 350
+STEPS = 400
 FEATURES = ("carry", "first_operand")
 
 
@@ -66,3 +67,24 @@ def run_quiet_demo(out: Path | str, *, steps: int = STEPS) -> Iterator[str]:
     yield f"\n{effect!r}"
     yield "\n" + "\n".join(_sentences(features, effect))
     yield f"\nTables and figures are in {out}/; begin with {out / 'features.png'} and {out / 'ablation.png'}."
+
+
+def _sentences(features: "QuietFeatures", effect: "Ablation") -> Iterator[str]:
+    """What came out, in words."""
+    task = features.transition
+    found = {row["feature"]: row for row in features.table.to_dict("records")}
+    rows = effect.table.set_index(["feature", "edit"])["exact_match"]
+    if task.step is None:
+        yield "The loss never left its plateau; try more steps."
+    for name, row in found.items():
+        if task.step is not None and row["emergence_step"] == row["emergence_step"]:
+            yield (
+                f"{name}: its probe is half-way from baseline to best at step {row['emergence_step']:.0f}, the loss "
+                f"half-way from plateau to floor at step {task.step:.0f}; when the loss begins to fall, the probe has "
+                f"{row['share_removed_at_start']:.0%} of its baseline's loss removed."
+            )
+        controls = ", ".join(f"{edit.replace('_', ' ')} {rows[name, edit]:.2f}" for edit in rows[name].index[2:])
+        yield (
+            f"{name}: with the residual stream put on the probes' hyperplanes exact match goes from "
+            f"{rows[name, 'none']:.2f} to {rows[name, 'feature']:.2f}; controls: {controls}."
+        )
