@@ -42,17 +42,20 @@ class Readouts:
 
 
 class Activations:
-    """Activations `[row, d]` made ready for many readouts."""
+    """Activations `[row, d]` made ready for many readouts.
+
+    Attributes:
+        newton_steps, products: work done so far, as numbers of labels times steps, and times pairs of products with
+            the activations.
+    """
 
     def __init__(self, x: Float[Tensor, "row d"]) -> None:
-        exact = x.double()
-        self._mean = exact.mean(0)
-        centred = exact - self._mean
-        variances, self._axes = torch.linalg.eigh(centred.T @ centred)
-        self._variances = variances.clamp(min=0)
+        centred = x.double()
+        self._mean = centred.mean(0)
+        centred -= self._mean
+        self._axes, self._variances = _principal_axes(centred)
         # The last column carries the intercept.
-        turned = torch.cat([centred @ self._axes, centred.new_ones(len(x), 1)], dim=1)
-        self._rows = turned.float()
+        self._rows = torch.cat([(centred @ self._axes).float(), x.new_ones(len(x), 1, dtype=torch.float32)], dim=1)
         self._columns = self._rows.T.contiguous()
         self._squares = self._rows.square()
         self.newton_steps = self.products = 0
@@ -88,10 +91,11 @@ class Activations:
         found = []
         for number, c in enumerate(penalties):
             if starts:
-                near = [weights, starts[number]]
-                if number:  # the start, moved as the one before had to be moved
-                    near.append(starts[number] + weights - starts[number - 1])
-                weights = self._lowest(near, labels, c)
+                near = starts[number]
+                if number:  # moved as the one before had to be moved
+                    near = near + weights - starts[number - 1]
+                better = self._objective(near, labels, c) < self._objective(weights, labels, c)
+                weights = torch.where(better[:, None], near, weights)
             weights = self._newton(weights, 1 - 2 * labels, self._penalty_of(labels, [c] * len(labels)))
             found.append(self._in_units(weights.double()))
         return found
@@ -200,13 +204,6 @@ class Activations:
         weights[:, -1] = torch.logit(labels.mean(1))
         return weights
 
-    def _lowest(
-        self, candidates: Sequence[Float[Tensor, "label d1"]], labels: Tensor, c: float
-    ) -> Float[Tensor, "label d1"]:
-        """For each label the weights among `candidates` that fit it best."""
-        best = torch.stack([self._objective(each, labels, c) for each in candidates]).nan_to_num(torch.inf).argmin(0)
-        return torch.stack([*candidates])[best, torch.arange(len(best), device=best.device)]
-
     def _objective(self, weights: Tensor, labels: Tensor, c: float) -> Float[Tensor, " label"]:
         z = weights @ self._columns
         losses = functional.softplus(z).sub_(labels * z).double().sum(1)
@@ -228,3 +225,15 @@ class Activations:
         own = readouts.weights.to(self._axes)
         intercepts = readouts.intercepts.to(self._mean) + own @ self._mean
         return torch.cat([own @ self._axes, intercepts[:, None]], dim=1).to(self._rows)
+
+
+def _principal_axes(centred: Float[Tensor, "row d"]) -> tuple[Float[Tensor, "d axis"], Float[Tensor, " axis"]]:
+    """Axes and the sums of squares along them. Of fewer rows than dimensions, only axes that the rows span.
+
+    That is enough, as the penalty keeps weights from leaving them.
+    """
+    if len(centred) < centred.shape[1]:
+        _, spreads, axes = torch.linalg.svd(centred, full_matrices=False)
+        return axes.T, spreads.square()
+    squares, axes = torch.linalg.eigh(centred.T @ centred)
+    return axes, squares.clamp(min=0)

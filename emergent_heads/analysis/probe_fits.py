@@ -60,7 +60,8 @@ class Fitting:
         layers: which, -1 for the embedding.
         penalties: values of C to choose from, ascending.
         seed: of the shuffled labels.
-        memory_gb: most activations held at a time, in 10^9 bytes.
+        memory_gb: most activations held at a time, in 10^9 bytes; the site being solved takes a few times its own
+            on top.
     """
 
     layers: tuple[int, ...]
@@ -213,7 +214,8 @@ def _read_blocks(
     for number, site in enumerate(sites):
         positions[site.rows, number] = site.positions
     where = torch.from_numpy(positions)
-    blocks = [torch.empty(len(site.rows), model.d_model, device=model.device) for _, site in wanted]
+    device = "cpu" if model.device.type == "mps" else model.device  # which has no float64 to solve in
+    blocks = [torch.empty(len(site.rows), model.d_model, device=device) for _, site in wanted]
     at_once = max(1, _TOKENS_AT_ONCE // data.tokens.shape[1])
     for first in range(0, len(data.tokens), at_once):
         rows = slice(first, first + at_once)
