@@ -200,6 +200,36 @@ def test_a_probe_of_a_continuous_feature_is_that_of_scikit_learn(model):
     assert found.table["prior_loss"].iloc[0] == pytest.approx(np.square(test - labels[site.train].mean()).mean())
 
 
+def test_a_multilabel_probe_is_one_of_scikit_learn_for_each_component_that_varies():
+    """The queue of a search stands at other positions from row to row."""
+    task = eh.tasks.BreadthFirstSearch(6)
+    model = small(task)
+    found = eh.fit_probes(model, task, "queue", layers=[1], **QUICK)
+    data = data_of(model, task, "queue")
+    assert found.table["n_components"].max() == 6
+    for row in found.table.itertuples():
+        site, target = site_of(data, "queue", row.place)
+        assert len(set(site.positions)) > 1
+        x = residual(model, data, site, 1).astype(float)
+        losses = []
+        for label in target.labels.numpy():
+            peers = [
+                LogisticRegression(C=c, tol=1e-9, max_iter=5000).fit(x[site.train], label[site.train])
+                for c in PENALTIES
+            ]
+            losses.append(
+                [
+                    [log_loss(label[part], peer.predict_proba(x[part]), labels=[0, 1]) for peer in peers]
+                    for part in (site.validation, site.test)
+                ]
+            )
+        validation, test = np.mean(losses, axis=0)
+        assert row.n_components == len(losses)
+        assert row.penalty == PENALTIES[validation.argmin()]
+        assert row.validation_loss == pytest.approx(validation.min(), abs=1e-3)
+        assert row.loss == pytest.approx(test[validation.argmin()], abs=1e-3)
+
+
 def test_test_rows_decide_nothing():
     """Prompts whose labels differ in the test rows only give the same probes, penalties and best layers."""
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=(200, 6))
