@@ -20,7 +20,9 @@ from emergent_heads.analysis.ablation_controls import (
     FEWEST_ROWS,
     Ablated,
     Control,
+    Reference,
     Runs,
+    edits_of,
     plan,
     reference_at,
 )
@@ -38,7 +40,7 @@ from emergent_heads.analysis.ablation_scores import Refitted, Scores, compared, 
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.patching import check_choice
 from emergent_heads.analysis.probes import Probes, ProbeSeries
-from emergent_heads.analysis.subspaces import How
+from emergent_heads.analysis.subspaces import How, Moments, Removal, erasure, probe_removal
 from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, whole_number
 from emergent_heads.models.hooked import Answers, HookedModel, hooked
@@ -131,8 +133,8 @@ def ablate_features(
 
     Controls, at the same places and layers: "random", subspaces of the same rank; "matched_variance", subspaces of the
     same rank, orthogonal to the feature's, in which the removed component has the same mean square, each of them or as
-    nearly as it can be had (see `matched_bases`; what is achieved stands in `.controls`); "shuffled_labels", the same procedure
-    with the labels in random order; "other_features", each of the others that the probes hold.
+    nearly as it can be had (see `matched_bases`; what is achieved stands in `.controls`); "shuffled_labels", the same
+    procedure with the labels in random order; "other_features", each of the others that the probes hold.
 
     Args:
         model: of any supported kind, or a checkpoint.
@@ -173,7 +175,8 @@ def ablate_features(
         reference = reference_at(feature, sites, measured.reference, measured.reference_resid)
         rest = {other: probes for other in others if other.name != feature.name}
         options: dict[str, Any] = {"how": how, "kinds": tuple(dict.fromkeys(kinds)), "controls": controls}
-        plans.append(plan(feature, sites, reference, rest, measured.reference, **options, seed=seed))
+        own = _own_removals(measured, feature, reference, how)
+        plans.append(plan(feature, sites, reference, own, rest, measured.reference, **options, seed=seed))
     found = _run(measured, plans, batch_size)
     about = {
         "model": name,
@@ -292,6 +295,47 @@ def _others(
     return {known[name]: probes for name in probed if name in known}
 
 
+# ---- what is taken out ----
+
+
+def _own_removals(measured: Measured, feature: Feature, reference: Sequence[Reference], how: How) -> list[Removal]:
+    """What takes the feature out at each site.
+
+    LEACE goes layer by layer, each fitted with the layers below edited already (Belrose et al. 2023, section 5).
+    """
+    sites = measured.sites[feature]
+    if how != "leace":
+        return [
+            probe_removal(how, site.probe.weights, site.probe.intercepts, at.moments)
+            for site, at in zip(sites, reference, strict=True)
+        ]
+    found: list[Removal] = []
+    for layer in sorted({site.layer for site in sites}):  # the order of the sites
+        here = [number for number, site in enumerate(sites) if site.layer == layer]
+        new = _with_layers_below_edited(measured, feature, found, here) if found else None
+        for index, number in enumerate(here):
+            at = reference[number]
+            x = at.x if new is None else new[index, torch.from_numpy(at.rows)]
+            found.append(erasure(x, at.labels[None], Moments.of(x)))
+    return found
+
+
+def _with_layers_below_edited(
+    measured: Measured, feature: Feature, found: Sequence[Removal], here: Sequence[int]
+) -> torch.Tensor:
+    """The residual stream of the reference rows at these sites of one layer, `[site, row, d_model]`."""
+    sites, like = measured.sites[feature], measured.like()
+    positions = measured.reference.values(feature).positions
+    nothing = found[0].unchanged()
+    below = edits_of(found, sites[: len(found)], positions, like)
+    edits = [*below, *edits_of([nothing] * len(here), [sites[number] for number in here], positions, like)]
+    parts = []
+    for chunk, trace in measured.traces(measured.reference):
+        seen = measured.engine.edited(trace, [of_rows(edit, chunk) for edit in edits])[-1]
+        parts.append(seen[0].transpose(0, 1).cpu())
+    return torch.cat(parts, dim=1)
+
+
 # ---- runs ----
 
 
@@ -314,7 +358,8 @@ def _run(measured: Measured, plans: Sequence[Ablated], batch_size: int | None) -
     """The scores without edit, and what was found of each feature."""
     like = measured.like()
     edits = [
-        [runs.edits(of.sites, measured.test.values(of.feature).positions, like) for runs in of.runs] for of in plans
+        [edits_of(runs.removals, of.sites, measured.test.values(of.feature).positions, like) for runs in of.runs]
+        for of in plans
     ]
     plain: list[Answers] = []
     answers: list[list[list[Answers]]] = [[[] for _ in of.runs] for of in plans]
@@ -364,7 +409,7 @@ def _edited(engine: ResidualEngine, trace: ResidualTrace, edits: Sequence[Edit])
 def _edited_reference(measured: Measured, plans: Sequence[Ablated], like: torch.Tensor) -> list[torch.Tensor]:
     """The residual stream of the reference rows right after each edit of the feature, `[site, row, d_model]`."""
     positions = [measured.reference.values(of.feature).positions for of in plans]
-    edits = [of.runs[0].edits(of.sites, at, like) for of, at in zip(plans, positions, strict=True)]
+    edits = [edits_of(of.runs[0].removals, of.sites, at, like) for of, at in zip(plans, positions, strict=True)]
     found: list[list[torch.Tensor]] = [[] for _ in plans]
     alone = [len(each) == 1 for each in edits]
     for number, of in enumerate(plans):

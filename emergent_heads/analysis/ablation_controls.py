@@ -61,20 +61,23 @@ class Runs:
     removals: Sequence[Removal]
     same_position: Float[np.ndarray, " run"]
 
-    def edits(self, sites: Sequence[Site], positions: Int[np.ndarray, "row place"], like: Tensor) -> list[Edit]:
-        """The edits that make the runs, one per layer; tensors as `like`."""
-        made = []
-        for layer in sorted({site.layer for site in sites}):
-            here = [number for number, site in enumerate(sites) if site.layer == layer]
-            parts = [self.removals[number] for number in here]
-            rank = max(part.read.shape[2] for part in parts)
-            read, write = (
-                torch.stack([_wider(getattr(part, name), rank) for part in parts], dim=1) for name in ("read", "write")
-            )
-            target = torch.stack([_wider(part.target, rank) for part in parts], dim=1)[:, None]
-            at = torch.from_numpy(positions[:, [sites[number].place for number in here]])
-            made.append(Edit(layer, at.to(like.device), read.to(like), write.to(like), target.to(like)))
-        return made
+
+def edits_of(
+    removals: Sequence[Removal], sites: Sequence[Site], positions: Int[np.ndarray, "row place"], like: Tensor
+) -> list[Edit]:
+    """The edits that take out one removal at each site, one edit per layer; tensors as `like`."""
+    made = []
+    for layer in sorted({site.layer for site in sites}):
+        here = [number for number, site in enumerate(sites) if site.layer == layer]
+        parts = [removals[number] for number in here]
+        rank = max(part.read.shape[2] for part in parts)
+        read, write = (
+            torch.stack([_wider(getattr(part, name), rank) for part in parts], dim=1) for name in ("read", "write")
+        )
+        target = torch.stack([_wider(part.target, rank) for part in parts], dim=1)[:, None]
+        at = torch.from_numpy(positions[:, [sites[number].place for number in here]])
+        made.append(Edit(layer, at.to(like.device), read.to(like), write.to(like), target.to(like)))
+    return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +140,7 @@ def plan(
     feature: Feature,
     sites: Sequence[Site],
     reference: Sequence[Reference],
+    own: Sequence[Removal],
     others: Mapping[Feature, Probes],
     examples: Examples,
     *,
@@ -149,6 +153,7 @@ def plan(
 
     Args:
         feature, sites, reference: of the feature.
+        own: what takes the feature out at each site.
         others: the task's other features, and where their probes are.
         examples: the reference rows.
         how: as in `ablate_features`.
@@ -156,12 +161,6 @@ def plan(
         controls: draws of each random kind.
         seed: of the draws.
     """
-    own = [
-        erasure(at.x, at.labels[None], at.moments)
-        if how == "leace"
-        else probe_removal(how, site.probe.weights, site.probe.intercepts, at.moments)
-        for site, at in zip(sites, reference, strict=True)
-    ]
     runs = [Runs("feature", ("",), own, np.full(1, np.nan))]
     for kind in kinds:
         if kind == "other_features":

@@ -19,8 +19,10 @@ _PARALLEL = 1e-3
 """Directions that stand out of the span of the others by less than this share of a unit are dropped."""
 _TINY = 1e-6
 """Share of the largest below which whitened covariances with the labels are taken for none."""
+_ROUNDING = (100 * torch.finfo(torch.float32).eps) ** 2
+"""Share of the mean square below which LEACE leaves a direction's variance alone, as a float32 model's rounding."""
 _HALVINGS = 30
-_MOST_TILT = 12.0
+_MOST_STRETCH = 300.0  # as a logarithm: its square is still a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,10 @@ class Removal:
 
     def __len__(self) -> int:
         return len(self.read)
+
+    def unchanged(self) -> "Removal":
+        """A removal like this one that removes nothing."""
+        return Removal(*(torch.zeros_like(part) for part in (self.read, self.write, self.target, self.ranks)))
 
     def apply(self, x: Float[Tensor, "row d"]) -> Float[Tensor, "draw row d"]:
         """What becomes of `x`."""
@@ -139,7 +145,7 @@ def erasure(x: Float[Tensor, "row d"], labels: Float[Tensor, "draw row component
     projected out, and the whitening undone. Optimal over the rows it is fitted on.
     """
     variances, axes = torch.linalg.eigh(moments.covariance)
-    there = variances > variances[-1] * len(variances) * torch.finfo(torch.float64).eps
+    there = variances > _ROUNDING * moments.second.trace()
     root = variances.clamp_min(0).sqrt()
     whiten = (axes * torch.where(there, 1 / root, 0.0)) @ axes.T
     unwhiten = (axes * torch.where(there, root, 0.0)) @ axes.T
@@ -181,15 +187,15 @@ def matched_bases(
 
     def bases(tilt: Float[Tensor, " draw"]) -> Float[Tensor, "draw d rank"]:
         stretch = tilt[:, None] * logs
-        stretch = (stretch - stretch.amax(1, keepdim=True)).clamp_min(-30.0).exp()
+        stretch = (stretch - stretch.amax(1, keepdim=True)).exp()
         # Largest rows first: orthogonalisation is exact then, however much rows differ in size.
         order = torch.where((tilt >= 0)[:, None], torch.arange(len(logs)).flip(0), torch.arange(len(logs)))
         order = order[:, :, None].expand_as(vectors)
         ordered = torch.linalg.qr((stretch[:, :, None] * vectors).gather(1, order)).Q
         return torch.empty_like(ordered).scatter_(1, order, ordered)
 
-    low = torch.full((n,), -_MOST_TILT, dtype=torch.float64)
-    high = -low
+    high = torch.full((n,), _MOST_STRETCH / max(float(-logs[0]), 1e-9), dtype=torch.float64)
+    low = -high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         too_small = (bases(middle).square() * values[:, None]).sum((1, 2)) < wanted

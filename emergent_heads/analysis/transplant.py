@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from emergent_heads.analysis.ablation import Measured, compared_rows, of_rows, probes_of
-from emergent_heads.analysis.ablation_controls import Runs
+from emergent_heads.analysis.ablation_controls import Runs, edits_of
 from emergent_heads.analysis.ablation_examples import Residuals, choose_probed_features, residuals_at
 from emergent_heads.analysis.ablation_scores import Scores
 from emergent_heads.analysis.evaluation import model_name
@@ -181,7 +181,9 @@ def _run(
             [
                 _reaching(edit, [post[feature.name, place, edit.layer] for place in places])
                 for edit, places in zip(
-                    runs.edits(sites, measured.test.values(feature).positions, like), _places(sites), strict=True
+                    edits_of(runs.removals, sites, measured.test.values(feature).positions, like),
+                    _places(sites),
+                    strict=True,
                 )
             ]
             for runs in drawn[feature]
@@ -204,7 +206,7 @@ def _run(
 
 
 def _places(sites: Sequence[Any]) -> list[list[int]]:
-    """The places of each layer, as `Runs.edits` has them."""
+    """The places of each layer, as `edits_of` has them."""
     layers = sorted({site.layer for site in sites})
     return [[site.place for site in sites if site.layer == layer] for layer in layers]
 
