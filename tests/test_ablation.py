@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
-from tiny_models import tiny
+from tiny_models import bridge, tiny
 from torch.nn import functional
 
 import emergent_heads as eh
@@ -533,7 +533,8 @@ def test_a_whole_residual_stream_transplanted_gives_the_later_models_answers(sol
 # ---- other models and tasks ----
 
 
-def test_prompts_and_a_hugging_face_model():
+@pytest.mark.parametrize("wrap", [lambda model: model, bridge], ids=["plain", "bridge"])
+def test_prompts_and_a_hugging_face_model(wrap):
     """Half of the prompts are measured on, each at its own answer, the other half is the reference."""
     model = tiny("GPTNeoX")
     tokens = torch.randint(50, (80, 7), generator=torch.Generator().manual_seed(0))
@@ -545,7 +546,7 @@ def test_prompts_and_a_hugging_face_model():
         pd.DataFrame([{"feature": feature.name, "place": 0, "layer": 0, "is_best": True}]),
         {(feature.name, 0, 0): probe},
     )
-    found = eh.ablate_features(model, task, probes, 2, features=feature)
+    found = eh.ablate_features(wrap(tiny("GPTNeoX")), task, probes, 2, features=feature)
     assert found.about["n"] == found.about["n_reference"] == 40
     assert found.about["shortcut"] == "layers"
     projector = np.linalg.pinv(direction) @ direction

@@ -179,9 +179,9 @@ def test_only_later_positions_and_layers_are_run(monkeypatch):
     calls = []
     continued = type(hooked).continued
 
-    def counted(self, layer, resid, before, first=0):
+    def counted(self, layer, resid, keys_and_values, first=0):
         calls.append((layer, *resid.shape[:2], first))
-        return continued(self, layer, resid, before, first)
+        return continued(self, layer, resid, keys_and_values, first)
 
     monkeypatch.setattr(type(hooked), "continued", counted)
     edit = random_edit(0, torch.tensor([[4, 6]]).repeat(ROWS, 1))
@@ -270,3 +270,27 @@ def test_batch_size_must_be_positive():
     engine = eh.hooked(small("attention")).residual_engine
     with pytest.raises(errors.ArgumentError, match="batch_size=0"):
         engine.answers(engine.trace(some_tokens(), READS), [random_edit(0)], batch_size=0)
+
+
+def test_one_trace_serves_edits_that_start_earlier_and_later():
+    engine, tokens = eh.hooked(small("Llama style")).residual_engine, some_tokens()
+    trace = engine.trace(tokens, READS)
+    for start in (6, 2, 7, 4, 4, 0, 8):
+        edit = random_edit(0, torch.tensor([[start, 10]]).repeat(ROWS, 1))
+        fresh = engine.answers(engine.trace(tokens, READS), [edit])
+        torch.testing.assert_close(engine.answers(trace, [edit]).log_p, fresh.log_p, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["Llama style", "linear"])
+def test_blocks_above_what_is_wanted_are_not_run(name):
+    model, tokens = small(name), some_tokens()
+    engine = eh.hooked(model).residual_engine
+    calls = []
+    with editing_output(model.blocks[2].ln1, calls.append):  # stays silent where the block passes its input through
+        trace = engine.trace(tokens, READS, up_to=1)
+        edited = engine.edited(trace, [random_edit(0), random_edit(1)])
+    assert not calls
+    torch.testing.assert_close(trace.at(1, POSITIONS), engine.trace(tokens, READS).at(1, POSITIONS))
+    whole = engine.edited(engine.trace(tokens, READS), [random_edit(0), random_edit(1)])
+    for short, long in zip(edited, whole, strict=True):
+        torch.testing.assert_close(short[:, POSITIONS >= 0], long[:, POSITIONS >= 0], atol=1e-5, rtol=1e-5)

@@ -7,8 +7,9 @@ once, in one pass over the true sequence: whether all tokens of the answer are r
 whether greedy decoding under the same edits gives the answer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -28,12 +29,10 @@ from emergent_heads.analysis.ablation_controls import (
 )
 from emergent_heads.analysis.ablation_examples import (
     Examples,
-    Residuals,
     Site,
     check_fit,
     choose_probed_features,
     draw_examples,
-    residuals_at,
     sites_of,
 )
 from emergent_heads.analysis.ablation_scores import Refitted, Scores, compared, refit
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 
 Layers = Literal["probe", "later"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
+_MOST_KEPT = 2**26  # numbers of reference passes that are kept
 _SOLVED = 0.05  # below this exact match the loss says more
 
 
@@ -122,7 +122,7 @@ def ablate_features(
     layers: Layers = "probe",
     kinds: Sequence[Control] = CONTROLS,
     n: int = 1000,
-    n_reference: int = 2000,
+    n_reference: int = 1000,
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Ablation:
@@ -150,7 +150,8 @@ def ablate_features(
         layers: "later" also edits after all later layers that were probed, each by its own probe.
         kinds: of controls.
         n: rows to measure on.
-        n_reference: rows of another split, to which means, LEACE and the controls are fitted.
+        n_reference: rows of another split, to which means, LEACE and the controls are fitted; give several times as
+            many as the model is wide.
         batch_size: largest number of sequences run together; by default chosen from the model's width.
         seed: of rows, controls and bootstrap.
 
@@ -202,6 +203,10 @@ def ablate_features(
 # ---- what is measured on ----
 
 
+Residuals = Mapping[tuple[str, int, int], torch.Tensor]
+"""The residual stream `[row, d_model]` by feature, place and layer; of rows without the place it means nothing."""
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """A model, rows to measure it on, and where its features are.
@@ -210,7 +215,6 @@ class Measured:
         model, engine: the model.
         test, reference: rows to measure on, and others to fit on.
         sites: of each feature, with enough reference rows.
-        reference_resid: the residual stream of the reference rows there.
         left_out: by feature, the places that too few reference rows have.
     """
 
@@ -219,7 +223,6 @@ class Measured:
     test: Examples
     reference: Examples
     sites: Mapping[Feature, Sequence[Site]]
-    reference_resid: Residuals
     left_out: Mapping[str, list[int]]
 
     @classmethod
@@ -252,27 +255,56 @@ class Measured:
                     f"feature {feature.name!r}: no place of it is in {FEWEST_ROWS} of the {len(reference)} reference "
                     "rows; give more of them (n_reference, or prompts)"
                 )
-        rows = engine.rows_per_trace(reference.inputs.shape[1])
-        resid = residuals_at(model, reference, sites, rows)
-        return cls(model, engine, test, reference, sites, resid, left_out)
+        return cls(model, engine, test, reference, sites, left_out)
 
-    @property
-    def rows_at_a_time(self) -> int:
-        """How many rows are best run together."""
-        return self.engine.rows_per_trace(self.test.inputs.shape[1])
+    def test_traces(self) -> Iterator[tuple[slice, ResidualTrace]]:
+        """Passes over the rows to measure on, in pieces, each up to the last position that matters."""
+        return self._traces(self.test, self.test.last_reads, None)
 
-    def traces(self, examples: Examples) -> Iterator[tuple[slice, ResidualTrace]]:
-        """Passes over the rows, in pieces, each up to the last position that matters."""
-        places = [examples.values(feature).positions for feature in self.sites]
-        ends = 1 + np.maximum(examples.last_reads, np.concatenate(places, axis=1).max(axis=1))
-        rows = self.engine.rows_per_trace(int(np.ceil(ends.mean())))
-        for chunk in examples.chunks(rows):
-            reads = Reads(examples.reads.positions[chunk], examples.reads.targets[chunk])
-            yield chunk, self.engine.trace(examples.inputs[chunk, : int(ends[chunk].max())], reads)
+    def reference_traces(self) -> Iterator[tuple[slice, ResidualTrace]]:
+        """Passes over the reference rows, in pieces, up to the last layer and position of any feature."""
+        yield from self._kept_traces or self._made_reference_traces()
+
+    @cached_property
+    def reference_resid(self) -> Residuals:
+        """The residual stream of the reference rows at all sites."""
+        return self.residuals(self.reference, self.reference_traces())
+
+    def residuals(self, examples: Examples, traces: Iterable[tuple[slice, ResidualTrace]]) -> Residuals:
+        """The residual stream at all sites, on the CPU."""
+        found: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+        for chunk, trace in traces:
+            for feature, sites in self.sites.items():
+                positions = torch.from_numpy(examples.values(feature).positions[chunk]).to(self.model.device)
+                for site in sites:
+                    here = trace.at(site.layer, positions[:, [site.place]])[:, 0]
+                    found.setdefault((feature.name, site.place, site.layer), []).append(here.cpu())
+        return {key: torch.cat(parts) for key, parts in found.items()}
 
     def like(self) -> torch.Tensor:
         """A tensor of the model's kind."""
         return torch.zeros(0, device=self.model.device, dtype=self.model.dtype)
+
+    @cached_property
+    def _kept_traces(self) -> list[tuple[slice, ResidualTrace]]:
+        """Passes over the reference rows, where memory holds all of them."""
+        numbers = self.reference.inputs.numel() * self.model.d_model * 3 * (self.model.n_layers + 1)
+        return list(self._made_reference_traces()) if numbers <= _MOST_KEPT else []
+
+    def _made_reference_traces(self) -> Iterator[tuple[slice, ResidualTrace]]:
+        last = max(site.layer for of_feature in self.sites.values() for site in of_feature)
+        return self._traces(self.reference, np.zeros(len(self.reference), dtype=int), last)
+
+    def _traces(
+        self, examples: Examples, ends: np.ndarray, up_to: int | None
+    ) -> Iterator[tuple[slice, ResidualTrace]]:
+        places = [examples.values(feature).positions for feature in self.sites]
+        ends = 1 + np.maximum(ends, np.concatenate(places, axis=1).max(axis=1))
+        for chunk in examples.chunks(self.engine.rows_per_trace(int(np.ceil(ends.mean())))):
+            inputs = examples.inputs[chunk, : int(ends[chunk].max())]
+            reads = examples.reads if up_to is None else examples.reads.nothing()
+            reads = Reads(reads.positions[chunk], reads.targets[chunk])
+            yield chunk, self.engine.trace(inputs, reads, up_to=up_to)
 
 
 def probes_of(model: Any, probes: Probes | ProbeSeries) -> Probes:
@@ -330,7 +362,7 @@ def _with_layers_below_edited(
     below = edits_of(found, sites[: len(found)], positions, like)
     edits = [*below, *edits_of([nothing] * len(here), [sites[number] for number in here], positions, like)]
     parts = []
-    for chunk, trace in measured.traces(measured.reference):
+    for chunk, trace in measured.reference_traces():
         seen = measured.engine.edited(trace, [of_rows(edit, chunk) for edit in edits])[-1]
         parts.append(seen[0].transpose(0, 1).cpu())
     return torch.cat(parts, dim=1)
@@ -367,7 +399,7 @@ def _run(measured: Measured, plans: Sequence[Ablated], batch_size: int | None) -
     edited: list[list[torch.Tensor]] = [[] for _ in plans]
     total = len(measured.test) * sum(len(runs.names) for of in plans for runs in of.runs)
     with tqdm(total=total, desc="runs x rows", leave=False) as progress:
-        for chunk, trace in measured.traces(measured.test):
+        for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for number, of in enumerate(plans):
                 here = [[of_rows(edit, chunk) for edit in each] for each in edits[number]]
@@ -418,7 +450,7 @@ def _edited_reference(measured: Measured, plans: Sequence[Ablated], like: torch.
             x = torch.stack(at_sites, dim=1).to(like)
             found[number].append(edits[number][0].new_values(x[None])[0].transpose(0, 1).cpu())
     if not all(alone):
-        for chunk, trace in measured.traces(measured.reference):
+        for chunk, trace in measured.reference_traces():
             for number, each in enumerate(edits):
                 if not alone[number]:
                     here = [of_rows(edit, chunk) for edit in each]

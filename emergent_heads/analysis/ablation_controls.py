@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from emergent_heads.analysis.ablation_examples import Examples, Residuals, Site
+from emergent_heads.analysis.ablation_examples import Examples, Site
 from emergent_heads.analysis.linear_readouts import Activations
 from emergent_heads.analysis.probes import Probe, Probes
 from emergent_heads.analysis.subspaces import (
@@ -125,8 +125,13 @@ class Ablated:
         return torch.stack([removal.ranks.double() for removal in runs.removals]).mean(0).numpy()
 
 
-def reference_at(feature: Feature, sites: Sequence[Site], examples: Examples, resid: Residuals) -> list[Reference]:
-    """The reference rows of each site."""
+def reference_at(
+    feature: Feature,
+    sites: Sequence[Site],
+    examples: Examples,
+    resid: Mapping[tuple[str, int, int], Float[Tensor, "row d_model"]],
+) -> list[Reference]:
+    """The reference rows of each site, from the residual stream of all by feature, place and layer."""
     values, found = examples.values(feature), []
     for site in sites:
         rows = np.flatnonzero(values.positions[:, site.place] >= 0)

@@ -1,13 +1,13 @@
 """Where features are taken out of a model, and on which examples it is measured what that costs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from emergent_heads.analysis.probe_data import choose_features
@@ -237,25 +237,3 @@ def check_fit(feature: Feature, values: FeatureValues, sites: Sequence[Site]) ->
             f"feature {feature.name!r} has two places at one token; make them one place, of the kind multilabel where "
             "several labels are read there"
         )
-
-
-Residuals = Mapping[tuple[str, int, int], Float[Tensor, "row d_model"]]
-"""The residual stream of all rows by feature, place and layer; where a row has no such place, it means nothing."""
-
-
-def residuals_at(
-    model: HookedModel, examples: Examples, sites: Mapping[Feature, Sequence[Site]], rows: int
-) -> Residuals:
-    """The residual stream at all sites of the features, on the CPU."""
-    layers = sorted({site.layer for of_feature in sites.values() for site in of_feature})
-    found: dict[tuple[str, int, int], list[Tensor]] = {}
-    positions = {feature: torch.from_numpy(examples.values(feature).positions) for feature in sites}
-    end = 1 + max(int(each.max()) for each in positions.values())
-    for chunk in examples.chunks(rows):
-        resid = dict(zip(layers, model.residual(examples.inputs[chunk, :end], layers), strict=True))
-        row = torch.arange(chunk.stop - chunk.start)
-        for feature, of_feature in sites.items():
-            for site in of_feature:
-                at = positions[feature][chunk, site.place].clamp_min(0)
-                found.setdefault((feature.name, site.place, site.layer), []).append(resid[site.layer][row, at].cpu())
-    return {key: torch.cat(parts) for key, parts in found.items()}

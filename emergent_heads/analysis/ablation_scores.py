@@ -14,7 +14,7 @@ from emergent_heads.analysis.linear_readouts import Activations, Readouts
 from emergent_heads.models.hooked import Answers
 from emergent_heads.statistics import bootstrap_means, share_interval, sign_flip_p
 
-_PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+_PENALTIES = (1e-2, 1.0, 100.0)
 _VALIDATION_SHARE = 0.25
 _DRAWS_SPAN = (0.025, 0.975)
 

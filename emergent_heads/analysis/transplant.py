@@ -1,6 +1,6 @@
 """Does a feature help a model that does not use it yet? The later model's component is put into the earlier one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from emergent_heads.analysis.ablation import Measured, compared_rows, of_rows, probes_of
+from emergent_heads.analysis.ablation import Measured, Residuals, compared_rows, of_rows, probes_of
 from emergent_heads.analysis.ablation_controls import Runs, edits_of
-from emergent_heads.analysis.ablation_examples import Residuals, choose_probed_features, residuals_at
+from emergent_heads.analysis.ablation_examples import choose_probed_features
 from emergent_heads.analysis.ablation_scores import Scores
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.probes import Probes, ProbeSeries
@@ -27,7 +27,7 @@ from emergent_heads.analysis.subspaces import (
 )
 from emergent_heads.errors import ModelMismatchError, whole_number
 from emergent_heads.models.hooked import Answers, hooked
-from emergent_heads.models.residual_engine import Edit
+from emergent_heads.models.residual_engine import Edit, ResidualTrace
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.tasks.features import Feature
@@ -85,7 +85,7 @@ def transplant_features(
     *,
     features: str | Feature | Sequence[str | Feature] | None = None,
     n: int = 1000,
-    n_reference: int = 2000,
+    n_reference: int = 1000,
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Transplant:
@@ -113,8 +113,8 @@ def transplant_features(
     chosen = choose_probed_features(task, probes, features, later)
     options: dict[str, Any] = {"n": n, "n_reference": n_reference, "seed": seed}
     of_post = Measured.open(later, task, probes, chosen, "probe", **options)
-    post_scores = Scores.of([trace.answers for _, trace in of_post.traces(of_post.test)], of_post.test)
-    post_resid = residuals_at(later, of_post.test, of_post.sites, of_post.rows_at_a_time)
+    post_scores, post_resid = _scores_and_residuals(of_post)
+    post_reference = of_post.reference_resid
     shape = later.shape
     earlier = hooked(pre)  # from here on `later` may hold pre's weights
     if earlier.shape != shape:
@@ -122,7 +122,7 @@ def transplant_features(
             f"the two models have different shapes ({earlier.shape} and {shape}): give two checkpoints of one model"
         )
     of_pre = Measured.open(earlier, task, probes, chosen, "probe", **options)
-    drawn = {feature: _runs(of_pre, of_post.reference_resid, feature, controls, seed) for feature in of_pre.sites}
+    drawn = {feature: _runs(of_pre, post_reference, feature, controls, seed) for feature in of_pre.sites}
     pre_scores, scores = _run(of_pre, post_resid, drawn, batch_size)
     about = {
         "pre": model_name(pre),
@@ -135,7 +135,20 @@ def transplant_features(
         "n_reference": len(of_pre.reference),
         "seed": seed,
     }
-    return _result(of_pre, of_post.reference_resid, drawn, pre_scores, post_scores, scores, about, seed)
+    return _result(of_pre, post_reference, drawn, pre_scores, post_scores, scores, about, seed)
+
+
+def _scores_and_residuals(measured: Measured) -> tuple[Scores, Residuals]:
+    """Of the rows to measure on, with nothing edited."""
+    answers: list[Answers] = []
+
+    def noted() -> Iterator[tuple[slice, ResidualTrace]]:
+        for chunk, trace in measured.test_traces():
+            answers.append(trace.answers)
+            yield chunk, trace
+
+    resid = measured.residuals(measured.test, noted())
+    return Scores.of(answers, measured.test), resid
 
 
 def _runs(measured: Measured, post: Residuals, feature: Feature, controls: int, seed: int) -> list[Runs]:
@@ -194,7 +207,7 @@ def _run(
     answers: dict[Feature, list[list[Answers]]] = {feature: [[] for _ in runs] for feature, runs in drawn.items()}
     total = len(measured.test) * sum(len(runs.names) for of in drawn.values() for runs in of)
     with tqdm(total=total, desc="runs x rows", leave=False) as progress:
-        for chunk, trace in measured.traces(measured.test):
+        for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for feature, of_feature in edits.items():
                 for kind, of_kind in enumerate(of_feature):

@@ -109,14 +109,14 @@ class HookedModel(ABC):
         raise NotImplementedError
 
     def continued(
-        self, layer: int, resid: Float[Tensor, "run_row pos d_model"], before: KeysAndValues, first: int = 0
-    ) -> Float[Tensor, "run_row kept d_model"]:
+        self, layer: int, resid: Float[Tensor, "row pos d_model"], keys_and_values: KeysAndValues, first: int = 0
+    ) -> Float[Tensor, "row kept d_model"]:
         """Residual stream after this block at later positions, from the one before it at these positions.
 
         Args:
             layer: of the block.
-            resid: at all positions that `before` leaves out; of several runs over the same rows, one after the other.
-            before: keys and values of the positions before.
+            resid: at the last positions of the sequences.
+            keys_and_values: of all positions; those of the later ones are written.
             first: the first of the later positions that is wanted.
         """
         raise NotImplementedError

@@ -84,12 +84,12 @@ class HookedSmallModel(HookedModel):
     def continued(
         self,
         layer: int,
-        resid: Float[Tensor, "run_row pos d_model"],
-        before: KeysAndValues,
+        resid: Float[Tensor, "row pos d_model"],
+        keys_and_values: KeysAndValues,
         first: int = 0,
-    ) -> Float[Tensor, "run_row kept d_model"]:
+    ) -> Float[Tensor, "row kept d_model"]:
         block = self.blocks[layer]
-        resid = resid[:, first:] + self.attention[layer].continued(block.ln1(resid), *before, first)
+        resid = resid[:, first:] + self.attention[layer].continued(block.ln1(resid), *keys_and_values, first)
         return resid if block.mlp is None else resid + block.mlp(block.ln2(resid))
 
     def unembedded(self, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocabulary"]:

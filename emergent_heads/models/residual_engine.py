@@ -9,9 +9,9 @@ The shortcuts are tried once per model against plain passes with hooks, and are 
 them.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -53,6 +53,10 @@ class Reads:
         """The first position that any row reads."""
         there = self.positions[self.positions >= 0]
         return int(there.min()) if len(there) else 0
+
+    def nothing(self) -> "Reads":
+        """No reads, of the same rows."""
+        return Reads(self.positions[:, :0], self.targets[:, :0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +115,15 @@ class Edit:
         return new
 
 
+@dataclass(eq=False)
+class _Room:
+    """Keys and values of several runs; those from `written_from` on are of some run."""
+
+    keys: Float[Tensor, "run_row pos head d_head"]
+    values: Float[Tensor, "run_row pos head d_head"]
+    written_from: int
+
+
 @dataclass(frozen=True, eq=False)
 class ResidualTrace:
     """One forward pass over some rows, kept so that edited runs can start from it.
@@ -127,6 +140,24 @@ class ResidualTrace:
     answers: Answers
     resid: dict[int, Float[Tensor, "row pos d_model"]]
     keys_and_values: dict[int, KeysAndValues]
+    _rooms: dict[tuple[int, int], "_Room"] = field(default_factory=dict)
+
+    def room(self, layer: int, n_runs: int, start: int) -> KeysAndValues:
+        """Keys and values for so many runs, to be written from `start` on; before, they are those of this pass.
+
+        Kept, because filling them anew for every batch would take longer than attention itself.
+        """
+        kept = self.keys_and_values[layer]
+        room = self._rooms.get((layer, n_runs))
+        if room is None:
+            room = _Room(*(each.repeat(n_runs, 1, 1, 1) for each in kept), written_from=start)
+            self._rooms[layer, n_runs] = room
+        if start > room.written_from:
+            part = slice(room.written_from, start)
+            for each, old in zip((room.keys, room.values), kept, strict=True):
+                each.unflatten(0, (n_runs, len(old)))[:, :, part] = old[:, part]
+        room.written_from = start
+        return room.keys, room.values
 
     def at(self, layer: int, positions: Int[Tensor, "row place"]) -> Float[Tensor, "row place d_model"]:
         """The residual stream after a layer at some positions; what stands for -1 means nothing."""
@@ -164,17 +195,25 @@ class ResidualEngine:
         """How many rows of this length are best traced together."""
         return max(1, self._positions_per_batch() // length)
 
-    def trace(self, tokens: Int[Tensor, "row pos"], reads: Reads) -> ResidualTrace:
-        """One forward pass that keeps what edited runs start from."""
+    def trace(self, tokens: Int[Tensor, "row pos"], reads: Reads, *, up_to: int | None = None) -> ResidualTrace:
+        """One forward pass that keeps what edited runs start from.
+
+        Args:
+            tokens: of the rows.
+            reads: what is to be read.
+            up_to: blocks after this layer are not run, so that `edited` can be asked for up to it, and no answers.
+        """
         model = self._model
         tokens, reads = tokens.to(model.device), _on(reads, model.device)
         resid: dict[int, Tensor] = {}
         keys_and_values: dict[int, KeysAndValues] = {}
+        last = self._last if up_to is None else up_to
         with model.evaluating(), ExitStack() as stack:
             if self.shortcut == "positions":
                 stack.enter_context(model.keeping_keys_and_values(keys_and_values))
+            stack.enter_context(self._blocks_up_to(last))
             stack.enter_context(editing_input(model.blocks[0], keep_in(resid, EMBEDDING)))
-            for layer in range(model.n_layers):
+            for layer in range(last + 1):
                 stack.enter_context(editing_output(model.blocks[layer], keep_in(resid, layer)))
             answers = self._answers_of_a_pass(tokens, reads)
         return ResidualTrace(tokens, reads, answers, resid, keys_and_values)
@@ -206,7 +245,8 @@ class ResidualEngine:
             with self._model.evaluating():
                 self._later_positions(trace, edits, found)
         else:
-            with self._model.evaluating(), without_running(self._model.unembedding):
+            unembedding = without_running(self._model.unembedding)
+            with self._model.evaluating(), unembedding, self._blocks_up_to(edits[-1].layer):
                 self._whole_sequences(trace, edits, shortcut, self._model.run, found)
         return [found[edit.layer] for edit in edits]
 
@@ -263,9 +303,8 @@ class ResidualEngine:
         for layer in range(edits[0].layer, (edits[-1].layer if found is not None else self._last) + 1):
             if start < n_positions:
                 first = max(start, trace.reads.first) if layer == self._last and found is None else start
-                keys, values = trace.keys_and_values[layer]
-                before = keys[:, :start], values[:, :start]
-                resid = model.continued(layer, resid.flatten(0, 1), before, first - start).unflatten(0, shape[:2])
+                room = trace.room(layer, n_runs, start)
+                resid = model.continued(layer, resid.flatten(0, 1), room, first - start).unflatten(0, shape[:2])
                 start = first
             if (edit := by_layer.get(layer)) is None:
                 continue
@@ -325,6 +364,13 @@ class ResidualEngine:
             logits = self._model.run(tokens).float()
         answers = read_answers(logits.flatten(0, 1), reads.targets.flatten())
         return Answers(*(part.view(at.shape) for part in answers))
+
+    @contextmanager
+    def _blocks_up_to(self, layer: int) -> Iterator[None]:
+        """Blocks after this layer pass their input through."""
+        later = self._model.blocks[layer + 1 :] if self._holds["layers"] else []
+        with self._stand_ins.passing_through(later):
+            yield
 
     # ---- sizes, checks ----
 

@@ -63,19 +63,20 @@ class Attention(Mixer):
 
     def continued(
         self,
-        x: Float[Tensor, "run_row pos d_model"],
-        keys: Float[Tensor, "row before head d_head"],
-        values: Float[Tensor, "row before head d_head"],
+        x: Float[Tensor, "row pos d_model"],
+        keys: Float[Tensor, "row all head d_head"],
+        values: Float[Tensor, "row all head d_head"],
         first: int = 0,
-    ) -> Float[Tensor, "run_row kept d_model"]:
+    ) -> Float[Tensor, "row kept d_model"]:
         """What `forward` gives at later positions, from the keys and values of those before them. No hook is called.
 
         Args:
-            x: input at the later positions; of several runs over the same rows, one after the other.
-            keys: turned, where positions are rotary.
+            x: input at the later positions.
+            keys, values: of all positions; those of the later ones are written. Keys turned, if positions are rotary.
             first: the first of the later positions whose output is wanted.
         """
-        before, length = keys.shape[1], keys.shape[1] + x.shape[1]
+        length = keys.shape[1]
+        before = length - x.shape[1]
         qk, v = self.qkv(x).unflatten(2, (-1, self.d_head)).split([2 * self.n_heads, self.n_heads], dim=2)
         if self.rotary is not None:
             qk = self.rotary(qk, before)  # both at once: half the time
@@ -83,8 +84,9 @@ class Attention(Mixer):
         mask = _causal_mask(length, x)[before + first :]
         if self.bias is not None:
             mask = mask + self.bias[:, before + first : length, :length]
-        k, v = _after(keys, k), _after(values, v)
-        z = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+        keys[:, before:], values[:, before:] = k, v
+        q, k, v = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        z = scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(z.transpose(1, 2).flatten(2))
 
     def effective_pattern(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row head dest src"]:
@@ -146,17 +148,6 @@ class Attention(Mixer):
         if self.qkv.bias is None:
             return self.qkv.weight.new_zeros(self.n_heads, self.d_head)
         return self.qkv.bias.view(3, self.n_heads, self.d_head)[which]
-
-
-def _after(
-    before: Float[Tensor, "row before head d_head"], later: Float[Tensor, "run_row pos head d_head"]
-) -> Float[Tensor, "run_row all head d_head"]:
-    """Both, one after the other; what comes before is the same for all runs."""
-    n, kept = len(later) // len(before), before.shape[1]
-    joined = later.new_empty(len(later), kept + later.shape[1], *later.shape[2:])
-    joined.unflatten(0, (n, len(before)))[:, :, :kept] = before
-    joined[:, kept:] = later
-    return joined
 
 
 def _causal_mask(length: int, like: Tensor) -> Float[Tensor, "dest src"]:
