@@ -19,7 +19,7 @@ DECADE = 10.0
 """Most by which the budget may grow while the loss drops: the paper's budgets are that far apart."""
 _BUDGETS = {
     "small": tuple(10**power for power in (9.5, 10, 10.5, 10.75, 11, 11.25, 11.5)),
-    "paper": tuple(10.0**power for power in range(9, 14)),
+    "paper": tuple(10.0**power for power in range(10, 15)),
 }
 
 
@@ -36,7 +36,7 @@ def _arms(recipes: Recipes) -> list[Arm]:
             max_steps=recipes.sized(small=1200, paper=100_000),
         )
         for run in runs:
-            setting = f"d_model {run.config.d_model}, lr {run.training.learning_rate:g}"
+            setting = f"{run.config.n_layers} x {run.config.d_model}, lr {run.training.learning_rate:g}"
             arms.setdefault((budget, setting), []).append(_cut_short(run, recipes))
     return [Arm(ADDITION_8.title, setting, budget, runs) for (budget, setting), runs in arms.items()]
 

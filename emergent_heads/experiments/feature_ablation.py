@@ -35,7 +35,7 @@ NEEDED = 0.2
 _PROBLEMS = (ADDITION_8, ADDITION_12, ADDITION_16, MULTIPLICATION, BREADTH_FIRST, SUBARRAY)
 _KEPT = "ablation.parquet"
 _LOUD = ("adjacency_list", "max_ending_here")  # of these tasks' features, loud in the paper
-_DRAWS = 32
+DRAWS = 32
 
 
 def ablate_run(folder: Path) -> None:
@@ -45,7 +45,7 @@ def ablate_run(folder: Path) -> None:
     run = Run.open(folder)
     probes = fit_probes(run.series.last, run.task, n_train=N_TRAIN, n_test=N_TEST, seed=run.seed, progress=False)
     tables = [
-        ablate_features(run.series.last, run.task, probes, _DRAWS, how, seed=run.seed).table.assign(how=how)
+        ablate_features(run.series.last, run.task, probes, DRAWS, how, seed=run.seed).table.assign(how=how)
         for how in ("hyperplane", "projection")
     ]
     with atomic_path(folder / _KEPT) as temporary:
@@ -96,7 +96,8 @@ def _table(found: pd.DataFrame) -> pd.DataFrame:
     removed = found.loc[found["edit"] == "feature"].groupby(["task", "feature", "how"], sort=False)
     more = removed[["removed_norm", "removed_variance", "refit_accuracy", "prior_accuracy"]].mean()
     columns = ["none", "feature", *[name for name in CONTROLS if name in means]]
-    return means.loc[:, columns].join(more).reset_index()
+    said = {"none": "no_edit", "feature": "feature_removed"}
+    return means.loc[:, columns].rename(columns=said).join(more).reset_index()
 
 
 def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":

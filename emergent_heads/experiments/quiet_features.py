@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from emergent_heads.analysis.early_warning import early_warning
+from emergent_heads.analysis.early_warning import EarlyWarning, early_warning
 from emergent_heads.experiments.comparisons import LEAST_SEEDS, NAN
 from emergent_heads.experiments.probing import (
     ADDITION_8,
@@ -33,7 +33,7 @@ WARNING_SEEDS = 10
 RISEN = 0.02
 """Share of the way from baseline to best by which a probe's loss must rise again to count as a U."""
 
-_PAPER = {
+PAPER = {
     ("addition", "first_operand"): "quiet",
     ("addition", "carry"): "quiet",
     ("multiplication", "first_operand"): "quiet",
@@ -48,7 +48,8 @@ _PAPER = {
 """What the paper's figures show: which features are quiet and which are loud."""
 
 
-def _arms(problems: Sequence[Problem], n_seeds: int | None = None) -> Callable[[Recipes], list[Arm]]:
+def arms_of(problems: Sequence[Problem], n_seeds: int | None = None) -> Callable[[Recipes], list[Arm]]:
+    """A `Study.arms`: the runs of these problems."""
     return lambda recipes: [problem.arm(recipes, n_seeds) for problem in problems]
 
 
@@ -107,7 +108,7 @@ def _judge_all(runs: pd.DataFrame, folder: Path) -> Judgement:
     for title, one in probed.items():
         for row in one.classified.table.to_dict("records"):
             kind = "carry_k" if row["feature"].startswith("carry_") else row["feature"]
-            if wanted := _PAPER.get((title.partition(",")[0], kind)):
+            if wanted := PAPER.get((title.partition(",")[0], kind)):
                 checks.append(_has_verdict(title, row, wanted))
     return Judgement(checks, table=_table(probed), curves=_curves(probed))
 
@@ -169,6 +170,8 @@ def _judge_u_shape(runs: pd.DataFrame, folder: Path) -> Judgement:
         for row in one.classified.table.to_dict("records")
         if row["verdict"] == "quiet"
     ]
+    if not checks:
+        checks = [Check("quiet features", None, NAN, NAN, NAN, 0, "quiet features: there are none in these runs")]
     risen = [check.holds for check in checks]
     verdict = "holds" if any(risen) else "does not hold" if risen and all(each is False for each in risen) else None
     return Judgement(checks, verdict=verdict or "not settled", table=_rise_table(probed), curves=_curves(probed))
@@ -193,23 +196,34 @@ def _rise_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
 def _judge_warning(runs: pd.DataFrame, folder: Path) -> Judgement:
     checks, tables = [], []
     for title, one in probed_runs(runs, folder).items():
-        found = early_warning(one.probes, one.metrics)
-        n = len(found.table)
-        ends = [NAN if each is None else each for each in (found.steps_between, found.steps_low, found.steps_high)]
-        ranks = [
-            NAN if each is None else each
-            for each in (found.correlation, found.correlation_low, found.correlation_high)
-        ]
-        part = f"{title}, the warning comes before the transition"
-        says = f"{ends[0]:.0f} steps ({ends[1]:.0f} to {ends[2]:.0f}), by {', '.join(found.features)}"
-        checks.append(of_interval(part, Interval(*ends), n, says, above=0.0, below=0.0))
+        quiet = one.classified.quiet
+        found = early_warning(one.probes, one.metrics, quiet or one.classified.table["feature"])
+        between = _interval(found.steps_between, found.steps_low, found.steps_high)
+        part, by = f"{title}, the warning comes before the transition", ", ".join(found.features)
+        checks.append(_warned(part, between, found, f"{_span(between, 0)} steps, by {by}", quiet=bool(quiet)))
+        ranks = _interval(found.correlation, found.correlation_low, found.correlation_high)
         part = f"{title}, its step predicts that of the transition"
-        says = f"rank correlation {ranks[0]:.2f} ({ranks[1]:.2f} to {ranks[2]:.2f})"
-        checks.append(of_interval(part, Interval(*ranks), n, says, above=0.0, below=0.0))
+        checks.append(_warned(part, ranks, found, f"rank correlation {_span(ranks, 2)}", quiet=bool(quiet)))
         tables.append(found.table.assign(task=title))
     table = pd.concat(tables, ignore_index=True)
     kept = ["task", "run", "warning_step", "transition_step", "steps_between"]
     return Judgement(checks, table=table.loc[:, kept].rename(columns={"run": "seed"}), curves=table)
+
+
+def _warned(part: str, interval: Interval, found: EarlyWarning, says: str, *, quiet: bool) -> Check:
+    n = len(found.table)
+    if not quiet:
+        return Check(part, None, *interval, n, f"{part}: no feature is quiet in these runs; {says}")
+    return of_interval(part, interval, n, says, above=0.0, below=0.0)
+
+
+def _interval(*ends: float | None) -> Interval:
+    return Interval(*(NAN if end is None else end for end in ends))
+
+
+def _span(interval: Interval, digits: int) -> str:
+    value, low, high = (f"{end:.{digits}f}" for end in interval)
+    return f"{value} ({low} to {high})"
 
 
 def _row(one: ProbedRuns, feature: str) -> Mapping[str, Any]:
@@ -233,10 +247,10 @@ def _draw_warning(_: pd.DataFrame, judgement: Judgement) -> "Figure":
 
 
 ADDITIONS = (ADDITION_8, ADDITION_12, ADDITION_16)
-QUIET_CARRY = Study(_arms(ADDITIONS), _judge_carry, _draw_quiet, "task", probe_run)
-QUIET_FEATURES = Study(_arms(PROBLEMS), _judge_all, _draw_quiet, "task", probe_run)
+QUIET_CARRY = Study(arms_of(ADDITIONS), _judge_carry, _draw_quiet, "task", probe_run)
+QUIET_FEATURES = Study(arms_of(PROBLEMS), _judge_all, _draw_quiet, "task", probe_run)
 POSITION_ORDER = Study(
-    _arms((ADDITION_8, ADDITION_16, MULTIPLICATION, BREADTH_FIRST)), _judge_order, _draw_order, "task", probe_run
+    arms_of((ADDITION_8, ADDITION_16, MULTIPLICATION, BREADTH_FIRST)), _judge_order, _draw_order, "task", probe_run
 )
-U_SHAPE = Study(_arms(PROBLEMS), _judge_u_shape, _draw_quiet, "task", probe_run)
-EARLY_WARNING = Study(_arms((ADDITION_8,), WARNING_SEEDS), _judge_warning, _draw_warning, "task", probe_run)
+U_SHAPE = Study(arms_of(PROBLEMS), _judge_u_shape, _draw_quiet, "task", probe_run)
+EARLY_WARNING = Study(arms_of((ADDITION_8,), WARNING_SEEDS), _judge_warning, _draw_warning, "task", probe_run)
