@@ -90,7 +90,8 @@ def ablation_series(table: pd.DataFrame) -> "Figure":
     """
     features = list(dict.fromkeys(table["feature"]))
     with style():
-        figure, panels = panel_grid(2 * len(features), width=3.0, height=1.9, per_row=len(features), share_y=False)
+        width = 4.6 if len(features) == 1 else 3.0
+        figure, panels = panel_grid(2 * len(features), width=width, height=1.9, per_row=len(features), share_y=False)
         for index, feature in enumerate(features):
             rows = table.loc[table["feature"] == feature]
             above, below = panels[index], panels[len(features) + index]
@@ -114,5 +115,6 @@ def ablation_series(table: pd.DataFrame) -> "Figure":
             above.tick_params(labelbottom=False)
         panels[0].set_ylabel("loss (nats)")
         panels[len(features)].set_ylabel("exact match")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2 + len(features))
+        columns = int(width * len(features) / 1.9)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns)
     return figure
