@@ -637,7 +637,7 @@ class Ablate:
 
     The probes are those of "emergent-heads probe".
 
-    Example: emergent-heads ablate --run runs/add --probes probes/add --feature carry --how hyperplane --out carry.csv
+    Example: emergent-heads ablate --run runs/add --probes probes --feature carry --how leace --at-layers 0
     """
 
     run_folder: Annotated[Path, tyro.conf.arg(name="run", metavar="DIR")]
@@ -652,6 +652,8 @@ class Ablate:
     """remove the component, put it where the probe reads 0, put its mean there, or LEACE (arXiv 2306.03819)"""
     layers: Literal["probe", "later"] = "probe"
     """at the layer of each place's best probe, or after all later layers too"""
+    at_layers: Annotated[tuple[int, ...] | None, _unset("LAYER [LAYER ...]")] = None
+    """choose the best probe among these (what comes after the last block, only the unembedding reads)"""
     controls: Annotated[int, tyro.conf.arg(metavar="N")] = 32
     """draws of each random control"""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
@@ -671,11 +673,13 @@ class Ablate:
         from emergent_heads.analysis.probes import open_probes
 
         inside = self.probes / run.name
-        probes = open_probes(inside if inside.is_dir() else self.probes)
+        along = open_probes(inside if inside.is_dir() else self.probes)
+        checkpoint = series[along.steps[-1] if self.step is None else self.step]
+        probes = along[checkpoint.step]
         found = ablate_features(
-            series[probes.steps[-1] if self.step is None else self.step],
+            checkpoint,
             task,
-            probes,
+            probes if self.at_layers is None else probes.at_layers(self.at_layers),
             self.controls,
             self.how,
             features=self.feature or None,

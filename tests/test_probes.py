@@ -758,3 +758,17 @@ def test_probes_that_are_not_there_are_told(probes, asked, says):
 
 def test_default_penalties_reach_from_strong_to_weak():
     assert list(probes_module.PENALTIES) == sorted(probes_module.PENALTIES)
+
+
+def test_probes_of_some_layers_choose_their_best_among_them():
+    task = eh.tasks.Addition(5)
+    model = eh.SmallModel(eh.SmallModelConfig.transformer_pp(2, 16, 2).for_task(task))
+    probes = eh.fit_probes(model, task, ["carry"], n_train=200, n_test=100, n_untrained=0, progress=False)
+    below = probes.at_layers([-1, 0])
+    assert set(below.table["layer"]) == {-1, 0}
+    for place, rows in probes.table.loc[probes.table["layer"] < 1].groupby("place"):
+        best = int(rows.loc[rows["validation_loss"].idxmin(), "layer"])
+        assert below.probe("carry", place).layer == best
+        assert below.probe("carry", place) is probes.probe("carry", place, best)
+    with pytest.raises(ArgumentError, match="layer 2 was not probed; it was at -1, 0, 1"):
+        probes.at_layers([2])

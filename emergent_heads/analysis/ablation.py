@@ -125,6 +125,7 @@ def ablate_features(
     n_reference: int = 1000,
     batch_size: int | None = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> Ablation:
     """Takes each feature's subspace out of the residual stream, and matched controls.
 
@@ -154,6 +155,7 @@ def ablate_features(
             many as the model is wide.
         batch_size: largest number of sequences run together; by default chosen from the model's width.
         seed: of rows, controls and bootstrap.
+        progress: whether to show a bar.
 
     Raises:
         ArgumentError: an unknown choice, a feature without probes or of another task, or nothing to take out.
@@ -178,7 +180,7 @@ def ablate_features(
         options: dict[str, Any] = {"how": how, "kinds": tuple(dict.fromkeys(kinds)), "controls": controls}
         own = _own_removals(measured, feature, reference, how)
         plans.append(plan(feature, sites, reference, own, rest, measured.reference, **options, seed=seed))
-    found = _run(measured, plans, batch_size)
+    found = _run(measured, plans, batch_size, progress)
     about = {
         "model": name,
         "task": repr(task),
@@ -386,7 +388,9 @@ class _Found:
     refits: tuple[list[Refitted], list[Refitted]]
 
 
-def _run(measured: Measured, plans: Sequence[Ablated], batch_size: int | None) -> tuple[Scores, list[_Found]]:
+def _run(
+    measured: Measured, plans: Sequence[Ablated], batch_size: int | None, progress: bool
+) -> tuple[Scores, list[_Found]]:
     """The scores without edit, and what was found of each feature."""
     like = measured.like()
     edits = [
@@ -398,14 +402,14 @@ def _run(measured: Measured, plans: Sequence[Ablated], batch_size: int | None) -
     test_resid: list[list[torch.Tensor]] = [[] for _ in plans]
     edited: list[list[torch.Tensor]] = [[] for _ in plans]
     total = len(measured.test) * sum(len(runs.names) for of in plans for runs in of.runs)
-    with tqdm(total=total, desc="runs x rows", leave=False) as progress:
+    with tqdm(total=total, desc="runs x rows", leave=False, disable=not progress) as bar:
         for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for number, of in enumerate(plans):
                 here = [[of_rows(edit, chunk) for edit in each] for each in edits[number]]
                 for kind, of_kind in enumerate(here):
                     answers[number][kind].append(measured.engine.answers(trace, of_kind, batch_size=batch_size))
-                    progress.update(len(trace.tokens) * len(of.runs[kind].names))
+                    bar.update(len(trace.tokens) * len(of.runs[kind].names))
                 test_resid[number].append(_at_sites(trace, here[0]))
                 edited[number].append(_edited(measured.engine, trace, here[0]))
     reference_edited = _edited_reference(measured, plans, like)

@@ -6,7 +6,7 @@ by any network with that many dimensions. So every probe stands beside the losse
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 PENALTIES = (1e-4, 1e-2, 1.0, 100.0)
 """Values of C that the penalty is chosen from."""
+_MAPS = ("weights", "shuffled")
 _BASELINES = ["prior_loss", "untrained_loss", "last_token_loss", "bag_loss"]
 _KEY = ["feature", "place", "layer"]
 _COLUMNS = [
@@ -143,6 +144,23 @@ class Probes(Result):
             layers = ", ".join(map(str, sorted(set(here["layer"]))))
             raise ArgumentError(f"feature {feature!r} was not probed at layer {layer}; it was at {layers}")
         return self.weights[key]
+
+    def at_layers(self, layers: Sequence[int]) -> "Probes":
+        """The probes of these layers only, each place's best layer chosen among them.
+
+        What is read after the last block, only the unembedding reads as well: to see whether later positions use a
+        feature, take its probes from below.
+
+        Raises:
+            ArgumentError: one of the layers was not probed.
+        """
+        known = sorted(set(self.table["layer"]))
+        if missing := [layer for layer in layers if layer not in known]:
+            raise ArgumentError(f"layer {missing[0]} was not probed; it was at {', '.join(map(str, known))}")
+        table = self.table.loc[self.table["layer"].isin(list(layers))].reset_index(drop=True)
+        lowest = table.groupby(["feature", "place"])["validation_loss"].transform("idxmin")
+        kept = {name: {key: each for key, each in getattr(self, name).items() if key[2] in layers} for name in _MAPS}
+        return replace(self, table=table.assign(is_best=lowest == table.index), **kept)
 
     def headline(self) -> str:
         n = len(self.best)

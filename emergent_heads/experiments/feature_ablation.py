@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from emergent_heads.analysis.ablation import CONTROLS, ablate_features
-from emergent_heads.analysis.probes import fit_probes
+from emergent_heads.analysis.probes import Probes, fit_probes
+from emergent_heads.analysis.subspaces import How
 from emergent_heads.experiments.comparisons import LEAST_SEEDS
 from emergent_heads.experiments.probing import (
     ADDITION_8,
@@ -22,6 +23,7 @@ from emergent_heads.experiments.probing import (
 )
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import Arm, Check, Judgement, Study, select
+from emergent_heads.models.hooked import EMBEDDING
 from emergent_heads.plots import COLOURS, GREY, panel_grid, style
 from emergent_heads.statistics import bootstrap_mean
 from emergent_heads.storage import atomic_path
@@ -36,6 +38,9 @@ _PROBLEMS = (ADDITION_8, ADDITION_12, ADDITION_16, MULTIPLICATION, BREADTH_FIRST
 _KEPT = "ablation.parquet"
 _LOUD = ("adjacency_list", "max_ending_here")  # of these tasks' features, loud in the paper
 DRAWS = 32
+LEACE = "LEACE below the last block"
+PLANE = "hyperplane below the last block"
+PAPER = "hyperplane at the best layer"
 
 
 def ablate_run(folder: Path) -> None:
@@ -43,11 +48,18 @@ def ablate_run(folder: Path) -> None:
     if (folder / _KEPT).is_file():
         return
     run = Run.open(folder)
-    probes = fit_probes(run.series.last, run.task, n_train=N_TRAIN, n_test=N_TEST, seed=run.seed, progress=False)
-    tables = [
-        ablate_features(run.series.last, run.task, probes, DRAWS, how, seed=run.seed).table.assign(how=how)
-        for how in ("hyperplane", "projection")
-    ]
+    how_much = {"n_train": N_TRAIN, "n_test": N_TEST, "seed": run.seed, "progress": False}
+    probes = fit_probes(run.series.last, run.task, **how_much)
+    below = probes.at_layers(range(EMBEDDING, run.config.n_layers - 1))
+    ways: dict[str, tuple[Probes, How]] = {
+        LEACE: (below, "leace"),
+        PLANE: (below, "hyperplane"),
+        PAPER: (probes, "hyperplane"),
+    }
+    tables = []
+    for way, (chosen, how) in ways.items():
+        found = ablate_features(run.series.last, run.task, chosen, DRAWS, how, seed=run.seed, progress=False)
+        tables.append(found.table.assign(how=way))
     with atomic_path(folder / _KEPT) as temporary:
         pd.concat(tables, ignore_index=True).to_parquet(temporary)
 
@@ -62,10 +74,10 @@ def _judge(runs: pd.DataFrame, folder: Path) -> Judgement:
         pd.read_parquet(folder / row.run / _KEPT).assign(task=row.task, seed=row.seed) for row in rows.itertuples()
     ]
     found = pd.concat(tables, ignore_index=True)
-    plane = found.loc[found["how"] == "hyperplane"]
+    erased = found.loc[found["how"] == LEACE]
     checks = [
         _needed(str(task), str(feature), of_feature)
-        for (task, feature), of_feature in plane.groupby(["task", "feature"], sort=False)  # pyright: ignore[reportGeneralTypeIssues]
+        for (task, feature), of_feature in erased.groupby(["task", "feature"], sort=False)  # pyright: ignore[reportGeneralTypeIssues]
         if feature not in _LOUD
     ]
     return Judgement(checks, table=_table(found), curves=found)
@@ -101,10 +113,10 @@ def _table(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":
-    """Exact match with the feature put on its hyperplanes, and with the controls; a mark per seed."""
+    """Exact match with the feature erased, and with the controls; a mark per seed."""
     assert judgement.curves is not None
     rows = judgement.curves
-    rows = rows.loc[(rows["how"] == "hyperplane") & ~rows["feature"].isin(_LOUD)]
+    rows = rows.loc[(rows["how"] == LEACE) & ~rows["feature"].isin(_LOUD)]
     tasks = list(dict.fromkeys(rows["task"]))
     edits = ["none", "feature", *CONTROLS]
     with style():

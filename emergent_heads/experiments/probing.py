@@ -17,7 +17,7 @@ from emergent_heads.tasks import AlgorithmicTask
 from emergent_heads.training.run import Run
 
 PROBES = "probes"
-N_TRAIN, N_TEST = 2000, 1000
+N_TRAIN, N_TEST = 1000, 500
 
 
 @dataclass(frozen=True)

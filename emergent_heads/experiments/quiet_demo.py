@@ -61,7 +61,8 @@ def run_quiet_demo(out: Path | str, *, steps: int = STEPS) -> Iterator[str]:
     features.save(out / "features.csv")
     save_figure(features.plot(), out / "features.png")
     yield f"\n{features!r}"
-    effect = ablate_features(run.series.last, task, probes, how="hyperplane")
+    # After the last block only the unembedding reads: what later positions take from a feature, they take below.
+    effect = ablate_features(run.series.last, task, probes.last.at_layers([0]), how="leace")
     effect.save(out / "ablation.csv")
     save_figure(effect.plot(), out / "ablation.png")
     yield f"\n{effect!r}"
@@ -71,20 +72,24 @@ def run_quiet_demo(out: Path | str, *, steps: int = STEPS) -> Iterator[str]:
 
 def _sentences(features: "QuietFeatures", effect: "Ablation") -> Iterator[str]:
     """What came out, in words."""
+    from emergent_heads.analysis.ablation import CONTROLS
+
     task = features.transition
     found = {row["feature"]: row for row in features.table.to_dict("records")}
-    rows = effect.table.set_index(["feature", "edit"])["exact_match"]
+    kept = effect.table.pivot(index="feature", columns="edit", values="exact_match")
+    edits = [edit for edit in CONTROLS if edit in kept]
     if task.step is None:
         yield "The loss never left its plateau; try more steps."
-    for name, row in found.items():
-        if task.step is not None and row["emergence_step"] == row["emergence_step"]:
+    for name, of_feature in found.items():
+        if task.step is not None and of_feature["emergence_step"] == of_feature["emergence_step"]:
             yield (
-                f"{name}: its probe is half-way from baseline to best at step {row['emergence_step']:.0f}, the loss "
-                f"half-way from plateau to floor at step {task.step:.0f}; when the loss begins to fall, the probe has "
-                f"{row['share_removed_at_start']:.0%} of its baseline's loss removed."
+                f"{name}: its probe is half-way from baseline to best at step {of_feature['emergence_step']:.0f}, "
+                f"the loss half-way from plateau to floor at step {task.step:.0f}; when the loss begins to fall, the "
+                f"probe has {of_feature['share_removed_at_start']:.0%} of its baseline's loss removed."
             )
-        controls = ", ".join(f"{edit.replace('_', ' ')} {rows[name, edit]:.2f}" for edit in rows[name].index[2:])
+        row = kept.loc[name].to_dict()
+        controls = ", ".join(f"{edit.replace('_', ' ')} {row[edit]:.2f}" for edit in edits)
         yield (
-            f"{name}: with the residual stream put on the probes' hyperplanes exact match goes from "
-            f"{rows[name, 'none']:.2f} to {rows[name, 'feature']:.2f}; controls: {controls}."
+            f"{name}: erased after the first block (LEACE), exact match goes from {row['none']:.2f} to "
+            f"{row['feature']:.2f}; controls: {controls}."
         )

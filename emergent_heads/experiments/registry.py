@@ -284,12 +284,16 @@ _QUIET_FEATURES = (
         "ablation",
         "Solved models need their quiet features",
         "Ablating the direction of a quiet feature costs a solved model far more exact match than every control.",
-        "Holds for a feature if the best of the four controls (random directions of the same rank; matched in removed "
-        "variance; probes of shuffled labels; the other features) keeps at least 0.2 more exact match than the "
-        "ablated feature, with the whole 95 % interval over seeds; does not hold if wholly less.",
+        "Holds for a feature if, with the feature erased (LEACE) after the best layer of each place below the last "
+        "block, every control keeps at least 0.2 more exact match (whole 95 % interval over seeds); does not hold if "
+        "wholly less. Controls: random directions of the same rank; others matched in removed variance; probes of "
+        "shuffled labels; the task's other features.",
         "feature_ablation:FEATURE_ABLATION",
-        "The residual stream is put onto the probes' decision hyperplanes (the paper's edit), at the best layer of "
-        "each place.",
+        "The paper puts the residual stream on the probes' hyperplanes, at the layer of the best probe. That was "
+        "tried first and stands in the table: a fresh probe reads the feature afterwards about as well as before, and "
+        "at these depths the best layer is mostly the last, after which nothing but the unembedding reads. So the "
+        "verdict rests on LEACE (arXiv 2306.03819), after which no linear probe beats its prior, below the last "
+        "block.",
         "quiet features",
     ),
     Experiment(
