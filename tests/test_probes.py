@@ -667,7 +667,7 @@ BAD = {
     "position outside": ({"features": binary(positions=[99])}, "'a': position 99 is outside the sequence of 22"),
     "too few examples": (
         {"features": binary(), "n_train": 15},
-        "different sequences for training",
+        "n_train is 15; it must be a whole number, at least 20",
     ),
     "a rare place": (
         {"features": eh.Feature("rare", "binary", lambda t: t[:, :1], lambda t: np.full((len(t), 1), -1))},
@@ -721,7 +721,7 @@ def test_a_task_with_too_few_problems_is_told(model):
 
 def test_too_few_prompts_are_told(model):
     tokens = np.random.default_rng(0).integers(2, size=(20, 8))
-    with pytest.raises(ArgumentError, match="different sequences for training"):
+    with pytest.raises(ArgumentError, match="n_train is 15; it must be a whole number, at least 20"):
         eh.fit_probes(model, eh.tasks.from_tokens(tokens, tokens[:, 0]), binary(), **QUICK)
 
 

@@ -148,10 +148,11 @@ def draw_data(
     """Draws sequences (of a task with fixed prompts: divides them) and reads the features.
 
     Raises:
-        ArgumentError: sizes below 1, too few sequences or prompts, tokens that the model does not know, or a feature
+        ArgumentError: fewer rows than a probe needs, too few sequences or prompts, tokens that the model does not know, or a feature
             that cannot be read or has nothing to be learned from.
     """
-    sizes = (whole_number("n_train", n_train, least=1), whole_number("n_test", n_test, least=1), n_test)
+    whole_number("n_train", n_train, least=_FEWEST_TRAIN)
+    sizes = (n_train, whole_number("n_test", n_test, least=_FEWEST_TEST), n_test)
     if isinstance(task, PromptTask):
         rows = _divided_prompts(task, model, sizes, seed)
         values = [_read(feature, rows.all_tokens, task) for feature in features]
