@@ -15,7 +15,6 @@ from emergent_heads.experiments.probing import (
     ADDITION_12,
     ADDITION_16,
     BREADTH_FIRST,
-    MULTIPLICATION,
     N_TEST,
     N_TRAIN,
     SUBARRAY,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 NEEDED = 0.2
 """Exact match that the best control must keep above the ablated feature."""
-_PROBLEMS = (ADDITION_8, ADDITION_12, ADDITION_16, MULTIPLICATION, BREADTH_FIRST, SUBARRAY)
+_PROBLEMS = (ADDITION_8, ADDITION_12, ADDITION_16, BREADTH_FIRST, SUBARRAY)
 _KEPT = "ablation.parquet"
 _LOUD = ("adjacency_list", "max_ending_here")  # of these tasks' features, loud in the paper
 DRAWS = 32

@@ -27,7 +27,7 @@ def transition_panels(curves: pd.DataFrame, *, x: str, label: str) -> "Figure":
     """
     tasks = list(dict.fromkeys(curves["task"]))
     with style():
-        figure, panels = panel_grid(len(tasks), width=3.3, height=2.9)
+        figure, panels = panel_grid(len(tasks), width=2.75 if len(tasks) > 3 else 3.3, height=2.9)
         for axes, task in zip(panels, tasks, strict=True):
             of_task = curves.loc[curves["task"] == task]
             for run, rows in of_task.groupby("run"):
@@ -73,19 +73,24 @@ def order_panels(table: pd.DataFrame) -> "Figure":
     Args:
         table: `task`, `feature`, `place`, `emergence_step`, `tokens_give_away`.
     """
+    from matplotlib.ticker import MaxNLocator
+
     tasks = list(dict.fromkeys(table["task"]))
     with style():
-        figure, panels = panel_grid(2 * len(tasks), width=3.2, height=2.5, per_row=len(tasks), share_y=False)
+        figure, panels = panel_grid(2 * len(tasks), width=3.2, height=2.6, per_row=len(tasks), share_y=False)
         for column, task in enumerate(tasks):
             above, below = panels[column], panels[len(tasks) + column]
             of_task = table.loc[table["task"] == task]
             for index, (feature, rows) in enumerate(of_task.groupby("feature", sort=False)):
-                colour = COLOURS[index % len(COLOURS)]
-                above.plot(rows["place"], rows["emergence_step"], "o-", color=colour, label=feature, markersize=3)
-                below.plot(rows["place"], rows["tokens_give_away"], "o-", color=colour, markersize=3)
+                look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": "o", "markersize": 3}
+                above.plot(rows["place"], rows["emergence_step"], **look)
+                below.plot(rows["place"], rows["tokens_give_away"].clip(lower=0), label=feature, **look)
             above.set_title(task)
-            above.legend(fontsize=6)
             below.set(xlabel="place", ylim=(-0.05, 1.05))
+            below.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize=6, ncols=3)
+            for axes in (above, below):
+                axes.set_xlim(of_task["place"].min() - 0.3, of_task["place"].max() + 0.3)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[0].set_ylabel("step of emergence")
         panels[len(tasks)].set_ylabel("share that the tokens\nalone give away")
     return figure

@@ -251,8 +251,8 @@ _QUIET_FEATURES = (
         "Which features are quiet and which are loud",
         "Operands, carries, the queue of a breadth-first search and the signs of an array are quiet; adjacency "
         "lists, start times and running sums are loud.",
-        "One part for each of the ten features that the paper's figures show; holds if all come out as in the paper. "
-        + _QUIET,
+        "One part for each feature that the paper's figures show; holds if all come out as in the paper. A task that "
+        "is not solved (exact match below 0.5 in the end) settles nothing. " + _QUIET,
         "quiet_features:QUIET_FEATURES",
         _SMALL + " Adjacency lists and start times are in the prompt, so a probe of the tokens alone is part of the "
         "baseline here. Positions are each example's own; the paper's code took those of the first example for all.",

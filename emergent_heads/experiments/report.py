@@ -59,10 +59,37 @@ The rules were written before the runs. These changes were made after some runs 
 - Sparsity 4 was tried and left out to save time; it does not enter the rule.
 """
 _QUIET_FEATURES = """\
-The claims are those of "Quiet Feature Learning in Algorithmic Tasks" (arXiv 2505.03997).
+The claims are those of "Quiet Feature Learning in Algorithmic Tasks" (arXiv 2505.03997), but for the last, which no
+paper makes. The share of the gap left is u = (loss - floor) / (plateau - floor); the transition is where it comes down
+to 0.5, by the rule of `find_transition`. A probe's loss is compared with its strongest baseline: class prior, tokens
+alone, untrained models of the same shape.
+
+### How the sizes were chosen
+
+- Block, optimiser and batch (64 sequences) are the paper's; two layers, width 64, four heads, learning rate 3e-3,
+  constant after 50 steps of warm-up (the paper searches over four rates and two batches). Nothing else was tried but
+  three layers on breadth-first search, which made no clear difference.
+- Sizes of the tasks are such that a run takes about a minute. Not solved by then: maximum subarray of 16 values (exact
+  match 0.69 after 1,500 steps), so 10 are taken; multiplication of 6 bits (0.27), which is here all the same, because
+  multiplication of 4 bits has only 32 held-out problems to probe with.
+- Probes have 1,000 training rows, and 500 each to choose penalty and layer and to score; the paper has 10,000 and
+  1,000. More would let weak features be seen earlier.
+- Checkpoints grow by a factor of 1.2, and the interval of a lead covers that distance.
+
+### What was changed after a first look
+
+- The drop on the compute frontier may take 10-fold, not 5-fold: a trial sweep took 9-fold.
+- The ablation was meant to be judged by the paper's edit; see there why it is judged by LEACE.
+- Multiplication was first tried with 4 bits: its features came out as not learned, for want of problems to probe with.
 """
 _INTRODUCTIONS: Mapping[Paper, str] = {"sparse attention": _SPARSE_ATTENTION, "quiet features": _QUIET_FEATURES}
 _SETTINGS = (
+    "bits",
+    "groups",
+    "nodes",
+    "density",
+    "values",
+    "activities",
     "state_size",
     "sparsity",
     "states",
@@ -182,9 +209,9 @@ def _settings(about: Mapping[str, Any]) -> str:
 
 
 def _short_table(table: pd.DataFrame) -> pd.DataFrame:
-    """The table of arms in few columns; of an experiment's own table the rows that are complete."""
+    """The table of arms in few columns, or an experiment's own."""
     if "restricted_mean_step_solved" not in table:
-        return table.dropna()
+        return table
     found = table.iloc[:, :3].rename(columns={table.columns[2]: table.columns[2].replace("_", " ")})
     found["solved"] = [f"{solved} of {n}" for solved, n in zip(table["n_solved"], table["n_seeds"], strict=True)]
     for event, title in (("step_solved", "steps to solve"), ("step_left_plateau", "steps to leave the plateau")):
