@@ -1,4 +1,4 @@
-"""When did a capability emerge in training, and which attention heads made it emerge?
+"""When did a capability emerge in training, which heads made it emerge, and what was learned before the loss moved?
 
 Names are imported when first used, so `import emergent_heads` needs neither torch nor transformer_lens.
 """

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from emergent_heads.training.run import Run
 
 PROGRAM = "emergent-heads"
-SUMMARY = "When did a capability emerge in training, and which attention heads made it emerge?"
+SUMMARY = (
+    "When did a capability emerge in training, which attention heads made it emerge, and what was learned before the "
+    "loss moved?"
+)
 
 TaskName = Literal["string_repetition", "in_context_repetition", "pattern_completion", "indirect_object"]
 Strategy = Literal["bisect", "scan", "verify"]
@@ -759,7 +762,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Reproduces a finding of the sparse-attention paper (arXiv 2606.25010): trains, judges the claim by a stated
+    """Reproduces a finding of the two papers (arXiv 2606.25010 and 2505.03997): trains, judges the claim by a stated
     rule, and draws. Without a name it lists the findings with their claims.
 
     The same line again trains only what is missing; findings in one folder share their runs.

@@ -148,8 +148,8 @@ def draw_data(
     """Draws sequences (of a task with fixed prompts: divides them) and reads the features.
 
     Raises:
-        ArgumentError: fewer rows than a probe needs, too few sequences or prompts, tokens that the model does not know, or a feature
-            that cannot be read or has nothing to be learned from.
+        ArgumentError: fewer rows than a probe needs, too few sequences or prompts, tokens that the model does not
+            know, or a feature that cannot be read or has nothing to be learned from.
     """
     whole_number("n_train", n_train, least=_FEWEST_TRAIN)
     sizes = (n_train, whole_number("n_test", n_test, least=_FEWEST_TEST), n_test)

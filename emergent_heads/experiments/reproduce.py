@@ -69,7 +69,7 @@ def run_experiment(
     max_steps: int | None = None,
     progress: bool = True,
 ) -> Finding:
-    """Reproduces one of the sparse-attention paper's findings (arXiv 2606.25010).
+    """Reproduces one of the findings of the two papers (arXiv 2606.25010 and 2505.03997).
 
     Args:
         name: of the experiment, see `emergent_heads.experiments.registry.EXPERIMENTS`.
