@@ -40,6 +40,7 @@ def test_probe_is_probe_series_and_classify_features(runs, probed):
         same = probe_series(one.series, one.task, ["carry"], n_train=120, n_test=60, progress=False)
         assert_frame_equal(kept.table, same.table, check_exact=False, atol=1e-6)
         assert kept.steps == (0, 3, 6)
+        assert kept.last.headline().startswith(f"Probes: {one.name} at step 6, Addition")
     features = pd.read_csv(probed / "features.csv")
     assert features["feature"].tolist() == ["carry"]
     assert features["verdict"].iloc[0] in ("undecided", "not learned")

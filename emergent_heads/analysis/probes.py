@@ -553,12 +553,14 @@ def _first_usable(series: CheckpointSeries, steps: Sequence[int], problems: dict
 
 
 def _series(by_step: Mapping[int, Probes], about: Mapping[str, Any], problems: Mapping[int, str]) -> ProbeSeries:
-    tables = []
+    tables, named = [], {}
     for step, probes in by_step.items():
         table = probes.table.copy()
         table.insert(0, "step", step)
         tables.append(table)
-    return ProbeSeries(pd.concat(tables, ignore_index=True), dict(by_step), problems=dict(problems), about=about)
+        model = f"{about['series']} at step {step}"
+        named[step] = replace(probes, about={**probes.about, "model": model, "step": step})
+    return ProbeSeries(pd.concat(tables, ignore_index=True), named, problems=dict(problems), about=about)
 
 
 # ---- probes as arrays, to be kept ----
