@@ -147,8 +147,11 @@ def test_help_has_an_example_that_parses(name, capsys):
 
 TASK = ["--task", "string_repetition"]
 WRONG = {
-    "no command": ([], "Expected one of {suites, emergence, rank, train, sweep, reproduce, demo}"),
-    "unknown command": (["ranks"], "Available subcommands: suites, emergence, rank, train, sweep, reproduce, demo"),
+    "no command": ([], "Expected one of {suites, emergence, rank, train, probe, ablate, sweep, reproduce, demo}"),
+    "unknown command": (
+        ["ranks"],
+        "Available subcommands: suites, emergence, rank, train, probe, ablate, sweep, reproduce, demo",
+    ),
     "unknown option": (["rank", "--suit", "x"], "Perhaps you meant: --suite"),
     "not a number": (["rank", "--top", "many"], "--top"),
     "unknown choice": (["emergence", "--task", "juggling"], "string_repetition"),
