@@ -40,6 +40,7 @@ DRAWS = 32
 LEACE = "LEACE below the last block"
 PLANE = "hyperplane below the last block"
 PAPER = "hyperplane at the best layer"
+SAID = {"none": "no edit", "feature": "feature erased"}
 
 
 def ablate_run(folder: Path) -> None:
@@ -137,7 +138,7 @@ def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":
                         color=colour,
                         markersize=3,
                         alpha=0.8,
-                        label=None if place else edit.replace("_", " "),
+                        label=None if place else SAID.get(edit, edit.replace("_", " ")),
                     )
             axes.set_xticks(range(len(features)), [name.replace("_", "\n") for name in features], fontsize=6)
             axes.set(title=task, ylim=(-0.04, 1.06), xlim=(-0.6, len(features) - 0.4))
