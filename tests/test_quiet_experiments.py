@@ -171,7 +171,7 @@ def test_experiments_end_in_a_finding_a_figure_and_a_page(tiny, tmp_path):
         assert (found.runs["status"] != "failed").all()
         assert found.verdict in ("holds", "does not hold", "not settled")
     text = write_page(tmp_path, tmp_path / "findings.md").read_text()
-    assert text.count("\n### ") == len(NAMES) - 2
+    assert text.count("<a id=") == len(NAMES) - 2
     assert "<!-- begin: quiet features -->" in text
 
 
