@@ -9,7 +9,7 @@ import pandas as pd
 
 from emergent_heads.analysis.transition import Transition, find_transition
 from emergent_heads.experiments.comparisons import LEAST_SEEDS, NAN
-from emergent_heads.experiments.probing import ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY, of_interval
+from emergent_heads.experiments.probing import ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY
 from emergent_heads.experiments.quiet_figures import transition_panels
 from emergent_heads.experiments.recipes import ROWS, Recipes
 from emergent_heads.experiments.study import Arm, Check, Judgement, Study, select
@@ -42,7 +42,8 @@ def abrupt(part: str, transition: Transition, *, most: float = ABRUPT) -> Check:
     )
     if n < len(runs):
         says += f"; {len(runs) - n} of {len(runs)} runs did not get there"
-    return of_interval(part, Interval(-factor.value, -factor.high, -factor.low), n, says, above=-most, below=-most)
+    holds = True if factor.high <= most else False if factor.low > most else None
+    return Check(part, holds, *factor, n, f"{part}: {says}")
 
 
 def _unit(x: str) -> str:
