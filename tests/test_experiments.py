@@ -399,8 +399,8 @@ def test_shared_settings_are_those_that_all_runs_of_a_task_have():
 
 
 def test_a_markdown_table_keeps_its_columns():
-    text = markdown_table(pd.DataFrame({"a": ["x|y", "z"], "b": [1.0, float("nan")]}))
-    assert text.splitlines() == ["| a | b |", "| --- | --- |", "| x\\|y | 1 |", "| z | - |"]
+    text = markdown_table(pd.DataFrame({"a": ["x|y", "z", "w"], "b": [1.0, float("nan"), -float("inf")]}))
+    assert text.splitlines() == ["| a | b |", "| --- | --- |", "| x\\|y | 1 |", "| z | - |", "| w | -inf |"]
 
 
 def test_the_paper_scale_trains(tmp_path):
