@@ -82,7 +82,8 @@ def order_panels(table: pd.DataFrame) -> "Figure":
             above, below = panels[column], panels[len(tasks) + column]
             of_task = table.loc[table["task"] == task]
             for index, (feature, rows) in enumerate(of_task.groupby("feature", sort=False)):
-                look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": "o", "markersize": 3}
+                look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "markersize": 3}
+                look["marker"] = "os"[index // len(COLOURS) % 2]
                 above.plot(rows["place"], rows["emergence_step"], **look)
                 below.plot(rows["place"], rows["tokens_give_away"].clip(lower=0), label=feature, **look)
             above.set_title(task)
