@@ -816,7 +816,7 @@ class Reproduce:
 class Demo:
     """The whole job on this machine, without downloads. First: trains small models, finds when they learn to repeat
     what they have read, ranks their heads, and draws what a few of them recover. Then: trains a model to add, shows
-    what it had learned before its loss moved, and whether it needs it. Takes about three minutes on two cores.
+    what it had learned before its loss moved, and whether it needs it. Takes about two minutes on two cores.
 
     Example: emergent-heads demo --out demo-results
     """
