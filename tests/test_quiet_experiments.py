@@ -8,8 +8,16 @@ import pytest
 
 from emergent_heads import tasks
 from emergent_heads.analysis.transition import find_transition
-from emergent_heads.experiments import compute_budgets, feature_ablation, plateau_then_drop, probing, quiet_features
-from emergent_heads.experiments.probing import PROBLEMS, Problem, of_interval
+from emergent_heads.experiments import (
+    compute_budgets,
+    feature_ablation,
+    plateau_then_drop,
+    probing,
+    quiet_features,
+    quiet_figures,
+)
+from emergent_heads.experiments.comparisons import of_interval
+from emergent_heads.experiments.probing import PROBLEMS, Problem
 from emergent_heads.experiments.recipes import ROWS, Recipes, checkpoint_steps
 from emergent_heads.experiments.registry import EXPERIMENTS, find_experiment
 from emergent_heads.experiments.report import write_page
@@ -17,7 +25,7 @@ from emergent_heads.experiments.reproduce import run_experiment
 from emergent_heads.statistics import Interval
 
 NAMES = tuple(name for name, each in EXPERIMENTS.items() if each.paper == "quiet features")
-ADDITION = Problem("addition, 5 bits", tasks.Addition(5), 12)
+ADDITION = Problem("addition, 5 bits", tasks.Addition(5), 12, ("addition, 16 bits", tasks.Addition(16)))
 
 
 # ---- what they train ----
@@ -39,6 +47,22 @@ def test_every_algorithmic_task_is_there():
         each for each in vars(tasks).values() if isinstance(each, type) and issubclass(each, tasks.AlgorithmicTask)
     }
     assert {type(problem.task) for problem in PROBLEMS} == every - {tasks.AlgorithmicTask}
+
+
+def test_the_paper_scale_has_the_papers_sizes():
+    """Section a.2 of arXiv 2505.03997: 16 bits, 64 input bits, 64 values, 16 activities, 11 nodes; four layers."""
+    sizes = {"bits": {16, 64}, "nodes": {11}, "values": {64}, "activities": {16}}
+    for problem in PROBLEMS:
+        for run in problem.arm(Recipes("paper")).runs:
+            told = {name: value for name, value in run.task.settings().items() if name in sizes}
+            assert len(told) == 1
+            assert all(value in sizes[name] for name, value in told.items())
+            assert (run.config.n_layers, run.training.steps) == (4, 50_000)
+
+
+def test_more_seeds_than_colours_are_drawn():
+    curves = pd.concat([table.assign(task="t", run=run, gap_left=1.0) for run, table in enumerate(falling(9, 99, 9))])
+    assert len(quiet_figures.transition_panels(curves, x="step", label="step").axes[0].lines) >= 9
 
 
 def test_the_papers_features_are_features_of_the_tasks():
@@ -102,7 +126,7 @@ def test_a_drop_that_never_comes_settles_nothing():
     ("interval", "holds"), [((0.5, 0.3, 0.7), True), ((0.1, 0.0, 0.15), False), ((0.2, 0.1, 0.3), None)]
 )
 def test_an_interval_holds_only_as_a_whole(interval, holds):
-    assert of_interval("part", Interval(*interval), 3, "so", above=0.2, below=0.2).holds is holds
+    assert of_interval("part", Interval(*interval), 3, "so", above=0.2).holds is holds
 
 
 @pytest.mark.parametrize(
@@ -153,11 +177,11 @@ def tiny(monkeypatch):
         "U_SHAPE": [ADDITION],
         "EARLY_WARNING": [ADDITION],
     }.items():
-        study = replace(getattr(quiet_features, name), arms=quiet_features.arms_of(problems))
+        study = replace(getattr(quiet_features, name), arms=probing.arms_of(problems))
         monkeypatch.setattr(quiet_features, name, study)
-    ablation = replace(feature_ablation.FEATURE_ABLATION, arms=quiet_features.arms_of([ADDITION]))
+    ablation = replace(feature_ablation.FEATURE_ABLATION, arms=probing.arms_of([ADDITION]))
     monkeypatch.setattr(feature_ablation, "FEATURE_ABLATION", ablation)
-    drop = replace(plateau_then_drop.PLATEAU_THEN_DROP, arms=quiet_features.arms_of([ADDITION]))
+    drop = replace(plateau_then_drop.PLATEAU_THEN_DROP, arms=probing.arms_of([ADDITION]))
     monkeypatch.setattr(plateau_then_drop, "PLATEAU_THEN_DROP", drop)
 
 

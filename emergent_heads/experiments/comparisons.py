@@ -92,6 +92,11 @@ def slope(part: str, runs: pd.DataFrame, event: str) -> Check:
     return Check(part, _above(interval, 0.0, 0.0), *interval, n, says)
 
 
+def of_interval(part: str, interval: Interval, n_seeds: int, says: str, *, above: float) -> Check:
+    """Holds if the whole interval lies above `above`, does not hold if it lies wholly below."""
+    return Check(part, _above(interval, above, above), *interval, n_seeds, f"{part}: {says}")
+
+
 def log_savings(arms: Sequence[pd.DataFrame], event: str) -> Float[np.ndarray, "arm-1 seed"]:
     """Log ratio of the steps of each arm to those of the next, seed by seed; arms have the same seeds."""
     steps = [np.log(np.maximum(event_times(arm.sort_values("seed"), event)[0], 1.0)) for arm in arms]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from emergent_heads.analysis.scaling import Frontier
-from emergent_heads.analysis.transition import find_transition
+from emergent_heads.analysis.transition import LossRange, find_transition
 from emergent_heads.experiments.comparisons import NAN
 from emergent_heads.experiments.plateau_then_drop import abrupt
 from emergent_heads.experiments.probing import ADDITION_8
@@ -24,10 +24,11 @@ _BUDGETS = {
 
 
 def _arms(recipes: Recipes) -> list[Arm]:
+    problem = ADDITION_8.at(recipes.scale)
     arms: dict[tuple[float, str], list[RunSpec]] = {}
     for budget in _BUDGETS[recipes.scale]:
         runs = budget_grid(
-            ADDITION_8.task,
+            problem.task,
             budget,
             d_model=recipes.sized(small=[8, 16, 32, 64], paper=[8, 16, 32, 64, 128, 256, 512]),
             n_layers=recipes.sized(small=2, paper=[4, 16]),
@@ -38,7 +39,7 @@ def _arms(recipes: Recipes) -> list[Arm]:
         for run in runs:
             setting = f"{run.config.n_layers} x {run.config.d_model}, lr {run.training.learning_rate:g}"
             arms.setdefault((budget, setting), []).append(_cut_short(run, recipes))
-    return [Arm(ADDITION_8.title, setting, budget, runs) for (budget, setting), runs in arms.items()]
+    return [Arm(problem.title, setting, budget, runs) for (budget, setting), runs in arms.items()]
 
 
 def _cut_short(run: RunSpec, recipes: Recipes) -> RunSpec:
@@ -59,14 +60,15 @@ def frontier_of(runs: pd.DataFrame, folder: Path) -> Frontier:
 
 def _judge(runs: pd.DataFrame, folder: Path) -> Judgement:
     frontier = frontier_of(runs, folder)
+    title = str(runs["task"].iloc[0])
     tables = [rows for _, rows in frontier.seeds.groupby("seed")]
-    drop = abrupt(ADDITION_8.title, find_transition(tables, ADDITION_8.task, x="flops"), most=DECADE)
-    return Judgement([drop, _leaves(frontier)], table=_table(frontier), drawn=frontier)
+    drop = abrupt(title, find_transition(tables, LossRange(frontier.plateau, frontier.floor), x="flops"), most=DECADE)
+    return Judgement([drop, _leaves(title, frontier)], table=_table(frontier), drawn=frontier)
 
 
-def _leaves(frontier: Frontier) -> Check:
+def _leaves(title: str, frontier: Frontier) -> Check:
     """Whether the drop is more than the power law of the budgets before it goes on."""
-    part, n = f"{ADDITION_8.title}, the drop leaves the power law", frontier.seeds["seed"].nunique()
+    part, n = f"{title}, the drop leaves the power law", frontier.seeds["seed"].nunique()
     if frontier.law is None:
         return Check(part, None, NAN, NAN, NAN, n, f"{part}: too few budgets before the drop to fit one")
     exponent = frontier.law.exponent

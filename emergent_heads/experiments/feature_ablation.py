@@ -9,7 +9,7 @@ import pandas as pd
 from emergent_heads.analysis.ablation import CONTROLS, ablate_features
 from emergent_heads.analysis.probes import Probes, fit_probes
 from emergent_heads.analysis.subspaces import How
-from emergent_heads.experiments.comparisons import LEAST_SEEDS
+from emergent_heads.experiments.comparisons import LEAST_SEEDS, of_interval
 from emergent_heads.experiments.probing import (
     ADDITION_8,
     ADDITION_12,
@@ -18,10 +18,9 @@ from emergent_heads.experiments.probing import (
     N_TEST,
     N_TRAIN,
     SUBARRAY,
-    of_interval,
+    arms_of,
 )
-from emergent_heads.experiments.recipes import Recipes
-from emergent_heads.experiments.study import Arm, Check, Judgement, Study, select
+from emergent_heads.experiments.study import Check, Judgement, Study, select
 from emergent_heads.models.hooked import EMBEDDING
 from emergent_heads.plots import COLOURS, GREY, panel_grid, style
 from emergent_heads.statistics import bootstrap_mean
@@ -64,10 +63,6 @@ def ablate_run(folder: Path) -> None:
         pd.concat(tables, ignore_index=True).to_parquet(temporary)
 
 
-def _arms(recipes: Recipes) -> list[Arm]:
-    return [problem.arm(recipes) for problem in _PROBLEMS]
-
-
 def _judge(runs: pd.DataFrame, folder: Path) -> Judgement:
     rows = select(runs).loc[:, ["task", "run", "seed"]]
     tables = [
@@ -97,7 +92,7 @@ def _needed(task: str, feature: str, rows: pd.DataFrame) -> Check:
     part = f"{task}, {feature} is needed"
     if len(lost) < LEAST_SEEDS:
         return Check(part, None, *interval, len(lost), f"{part}: {says}; only {len(lost)} seeds")
-    return of_interval(part, interval, len(lost), says, above=NEEDED, below=NEEDED)
+    return of_interval(part, interval, len(lost), says, above=NEEDED)
 
 
 def _table(found: pd.DataFrame) -> pd.DataFrame:
@@ -148,4 +143,4 @@ def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":
     return figure
 
 
-FEATURE_ABLATION = Study(_arms, _judge, _draw, "task", ablate_run)
+FEATURE_ABLATION = Study(arms_of(_PROBLEMS), _judge, _draw, "task", ablate_run)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from emergent_heads.analysis.transition import Transition, find_transition
 from emergent_heads.experiments.comparisons import LEAST_SEEDS, NAN
-from emergent_heads.experiments.probing import ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY
+from emergent_heads.experiments.probing import ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY, arms_of
 from emergent_heads.experiments.quiet_figures import transition_panels
 from emergent_heads.experiments.recipes import ROWS, Recipes
 from emergent_heads.experiments.study import Arm, Check, Judgement, Study, select
@@ -25,7 +25,10 @@ ABRUPT = 5.0
 An exponential approach to the floor, without any plateau, takes a factor of ln 0.1 / ln 0.9 = 21.9.
 """
 SMOOTH = float(np.log(0.1) / np.log(0.9))
-_BUDGETS = (80, 113, 160, 226, 320, 453, 640)
+_BUDGETS = {
+    "small": (80, 113, 160, 226, 320, 453, 640),
+    "paper": (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
+}
 
 
 def abrupt(part: str, transition: Transition, *, most: float = ABRUPT) -> Check:
@@ -50,11 +53,6 @@ def _unit(x: str) -> str:
     return {"step": "steps", "flops": "FLOPs"}.get(x, x)
 
 
-def _within_arms(recipes: Recipes) -> list[Arm]:
-    problems = (ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY)
-    return [problem.arm(recipes) for problem in problems]
-
-
 def _within(runs: pd.DataFrame, folder: Path) -> Mapping[str, Transition]:
     found = {}
     for title in dict.fromkeys(runs["task"]):
@@ -75,13 +73,14 @@ def _judge_within(runs: pd.DataFrame, folder: Path) -> Judgement:
 
 def _data_arms(recipes: Recipes) -> list[Arm]:
     arms = []
-    share = recipes.steps(_BUDGETS[-1]) / _BUDGETS[-1]  # to try it out, all shrink together
-    for budget in _BUDGETS:
+    problem, budgets = ADDITION_8.at(recipes.scale), _BUDGETS[recipes.scale]
+    share = recipes.steps(budgets[-1]) / budgets[-1]  # to try it out, all shrink together
+    for budget in budgets:
         steps = max(1, round(budget * share))
         # Each budget is a training of its own, with a schedule that comes to its end.
         how = {"schedule": "cosine", "warmup_steps": max(1, steps // 10), "checkpoints": [()]}
-        runs = recipes.algorithm(ADDITION_8.task, steps=steps, seed=range(3), **how)
-        arms.append(Arm(ADDITION_8.title, "", steps * ROWS, runs))
+        runs = recipes.algorithm(problem.task, steps=steps, seed=range(3), **how)
+        arms.append(Arm(problem.title, "", steps * ROWS, runs))
     return arms
 
 
@@ -89,8 +88,9 @@ def _judge_data(runs: pd.DataFrame, folder: Path) -> Judgement:
     ended = select(runs).drop_duplicates("run")
     tables = [rows.loc[:, ["sequences", "loss_nats", "exact_match"]] for _, rows in ended.groupby("seed")]
     task = Run.open(folder / ended["run"].iloc[0]).task
-    transitions = {ADDITION_8.title: find_transition(tables, task, x="sequences")}
-    check = abrupt(f"{ADDITION_8.title}, over data", transitions[ADDITION_8.title])
+    title = str(ended["task"].iloc[0])
+    transitions = {title: find_transition(tables, task, x="sequences")}
+    check = abrupt(f"{title}, over data", transitions[title])
     measures = ["sequences", "seed", "loss_nats", "exact_match"]
     return Judgement([check], table=ended.loc[:, measures], curves=_curves(transitions))
 
@@ -116,5 +116,7 @@ def _draw(x: str, label: str) -> "Callable[[pd.DataFrame, Judgement], Figure]":
     return draw
 
 
-PLATEAU_THEN_DROP = Study(_within_arms, _judge_within, _draw("step", "training step"), "task")
+PLATEAU_THEN_DROP = Study(
+    arms_of((ADDITION_8, ADDITION_16, BREADTH_FIRST, SUBARRAY)), _judge_within, _draw("step", "training step"), "task"
+)
 DATA_BUDGETS = Study(_data_arms, _judge_data, _draw("sequences", "training sequences"), "sequences")

@@ -1,6 +1,6 @@
 """What the experiments on quiet features share: their runs, and the probes of every run, kept in its folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +12,14 @@ from emergent_heads import tasks
 from emergent_heads.analysis.probes import ProbeSeries, open_probes, probe_series
 from emergent_heads.analysis.quiet import QuietFeatures, classify_features
 from emergent_heads.experiments.recipes import Recipes
-from emergent_heads.experiments.study import Arm, Check, select
-from emergent_heads.statistics import Interval
+from emergent_heads.experiments.registry import Scale
+from emergent_heads.experiments.study import Arm, select
 from emergent_heads.tasks import AlgorithmicTask
 from emergent_heads.training.run import Run
 
 PROBES = "probes"
 N_TRAIN, N_TEST = 1000, 500
+PAPER_STEPS = 50_000
 
 
 @dataclass(frozen=True)
@@ -29,35 +30,83 @@ class Problem:
         title: in tables and figures.
         task: the task.
         steps: of training.
-        n_layers: blocks of the model.
+        paper: title and task of the paper's size, trained for `PAPER_STEPS`.
         n_seeds: runs, where an experiment needs no other number.
     """
 
     title: str
     task: AlgorithmicTask
     steps: int
-    n_layers: int = 2
+    paper: tuple[str, AlgorithmicTask]
     n_seeds: int = 3
+
+    def at(self, scale: Scale) -> "Problem":
+        """The problem at the sizes of a scale."""
+        return self if scale == "small" else Problem(*self.paper, PAPER_STEPS, self.paper, self.n_seeds)
 
     def arm(self, recipes: Recipes, n_seeds: int | None = None) -> Arm:
         """Runs of it, one per seed."""
-        seeds = range(n_seeds or self.n_seeds)
-        runs = recipes.algorithm(self.task, steps=self.steps, n_layers=self.n_layers, seed=seeds)
-        return Arm(self.title, "", self.title, runs)
+        sized = self.at(recipes.scale)
+        runs = recipes.algorithm(sized.task, steps=sized.steps, seed=range(n_seeds or self.n_seeds))
+        return Arm(sized.title, "", sized.title, runs)
 
 
-ADDITION_8 = Problem("addition, 8 bits", tasks.Addition(8), 400, n_seeds=5)
-ADDITION_12 = Problem("addition, 12 bits", tasks.Addition(12), 600)
-ADDITION_16 = Problem("addition, 16 bits", tasks.Addition(16), 900)
-MULTIPLICATION = Problem("multiplication, 6 bits", tasks.Multiplication(6), 1500)
-MAJORITY = Problem("majority of majorities, 16 bits", tasks.MajorityOfMajorities(16), 600)
-SUBARRAY = Problem("maximum subarray, 10 values", tasks.MaximumSubarray(10), 1000)
-ACTIVITIES = Problem("activity selection, 5 activities", tasks.ActivitySelection(5), 1200)
-BREADTH_FIRST = Problem("breadth-first search, 6 nodes", tasks.BreadthFirstSearch(6), 1500)
-DEPTH_FIRST = Problem("depth-first search, 6 nodes", tasks.DepthFirstSearch(6), 1200)
-PATH = Problem("shortest path, 6 nodes", tasks.ShortestPath(6), 1200)
-TOPOLOGICAL = Problem("topological sort, 5 nodes", tasks.TopologicalSort(5), 900)
-SPANNING_TREE = Problem("minimum spanning tree, 6 nodes", tasks.MinimumSpanningTree(6), 800)
+def arms_of(problems: Sequence[Problem], n_seeds: int | None = None) -> Callable[[Recipes], list[Arm]]:
+    """A `Study.arms`: the runs of these problems."""
+    return lambda recipes: [problem.arm(recipes, n_seeds) for problem in problems]
+
+
+ADDITION_8 = Problem("addition, 8 bits", tasks.Addition(8), 400, ("addition, 16 bits", tasks.Addition(16)), n_seeds=5)
+ADDITION_12 = Problem("addition, 12 bits", tasks.Addition(12), 600, ("addition, 32 bits", tasks.Addition(32)))
+ADDITION_16 = Problem("addition, 16 bits", tasks.Addition(16), 900, ("addition, 64 bits", tasks.Addition(64)))
+MULTIPLICATION = Problem(
+    "multiplication, 6 bits", tasks.Multiplication(6), 1500, ("multiplication, 16 bits", tasks.Multiplication(16))
+)
+MAJORITY = Problem(
+    "majority of majorities, 16 bits",
+    tasks.MajorityOfMajorities(16),
+    600,
+    ("majority of majorities, 64 bits", tasks.MajorityOfMajorities(64)),
+)
+SUBARRAY = Problem(
+    "maximum subarray, 10 values",
+    tasks.MaximumSubarray(10),
+    1000,
+    ("maximum subarray, 64 values", tasks.MaximumSubarray(64)),
+)
+ACTIVITIES = Problem(
+    "activity selection, 5 activities",
+    tasks.ActivitySelection(5),
+    1200,
+    ("activity selection, 16 activities", tasks.ActivitySelection(16)),
+)
+BREADTH_FIRST = Problem(
+    "breadth-first search, 6 nodes",
+    tasks.BreadthFirstSearch(6),
+    1500,
+    ("breadth-first search, 11 nodes", tasks.BreadthFirstSearch(11)),
+)
+DEPTH_FIRST = Problem(
+    "depth-first search, 6 nodes",
+    tasks.DepthFirstSearch(6),
+    1200,
+    ("depth-first search, 11 nodes", tasks.DepthFirstSearch(11)),
+)
+PATH = Problem(
+    "shortest path, 6 nodes", tasks.ShortestPath(6), 1200, ("shortest path, 11 nodes", tasks.ShortestPath(11))
+)
+TOPOLOGICAL = Problem(
+    "topological sort, 5 nodes",
+    tasks.TopologicalSort(5),
+    900,
+    ("topological sort, 11 nodes", tasks.TopologicalSort(11)),
+)
+SPANNING_TREE = Problem(
+    "minimum spanning tree, 6 nodes",
+    tasks.MinimumSpanningTree(6),
+    800,
+    ("minimum spanning tree, 11 nodes", tasks.MinimumSpanningTree(11)),
+)
 PROBLEMS = (
     ADDITION_8,
     MULTIPLICATION,
@@ -125,9 +174,3 @@ def probed_runs(runs: pd.DataFrame, folder: Path) -> Mapping[str, ProbedRuns]:
         if len(rows):
             found[title] = ProbedRuns(title, [folder / name for name in rows["run"]])
     return found
-
-
-def of_interval(part: str, interval: Interval, n_seeds: int, says: str, *, above: float, below: float) -> Check:
-    """Holds if the whole interval lies above `above`, does not hold if it lies wholly below `below`."""
-    holds = True if interval.low > above else False if interval.high < below else None
-    return Check(part, holds, *interval, n_seeds, f"{part}: {says}")

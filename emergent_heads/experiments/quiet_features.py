@@ -1,6 +1,6 @@
 """What is learned before the loss moves: quiet and loud features, their order over places, and their U shape."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from emergent_heads.analysis.early_warning import EarlyWarning, early_warning
-from emergent_heads.experiments.comparisons import LEAST_SEEDS, NAN
+from emergent_heads.experiments.comparisons import LEAST_SEEDS, NAN, of_interval
 from emergent_heads.experiments.probing import (
     ADDITION_8,
     ADDITION_12,
@@ -17,14 +17,12 @@ from emergent_heads.experiments.probing import (
     MULTIPLICATION,
     PROBLEMS,
     ProbedRuns,
-    Problem,
-    of_interval,
+    arms_of,
     probe_run,
     probed_runs,
 )
-from emergent_heads.experiments.quiet_figures import order_panels, quiet_panels, warning_figure
-from emergent_heads.experiments.recipes import Recipes
-from emergent_heads.experiments.study import Arm, Check, Judgement, Study
+from emergent_heads.experiments.quiet_figures import order_panels, quiet_panels
+from emergent_heads.experiments.study import Check, Judgement, Study, own_plot
 from emergent_heads.statistics import Interval
 
 if TYPE_CHECKING:
@@ -49,11 +47,6 @@ PAPER = {
     ("activity selection", "start_time"): "loud",
 }
 """What the paper's figures show: which features are quiet and which are loud."""
-
-
-def arms_of(problems: Sequence[Problem], n_seeds: int | None = None) -> Callable[[Recipes], list[Arm]]:
-    """A `Study.arms`: the runs of these problems."""
-    return lambda recipes: [problem.arm(recipes, n_seeds) for problem in problems]
 
 
 def _table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
@@ -157,7 +150,7 @@ def _ordered(title: str, row: Mapping[str, Any], wanted: str) -> Check:
         return Check(part, None, *interval, n, f"{part}: {row['verdict']} ({row['reason']})")
     if pd.isna(row["order_rho"]):
         return Check(part, None, *interval, n, f"{part}: too few places beat what the tokens alone give away")
-    return of_interval(part, interval, n, says, above=0.0, below=0.0)
+    return of_interval(part, interval, n, says, above=0.0)
 
 
 def _order_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
@@ -201,7 +194,7 @@ def _rises(title: str, row: Mapping[str, Any], seeds: pd.DataFrame) -> Check:
     says = f"by {interval.value:.1%} of the way from baseline to best ({interval.low:.1%} to {interval.high:.1%})"
     if n < LEAST_SEEDS:
         return Check(part, None, NAN, NAN, NAN, n, f"{part}: {n} seeds")
-    return of_interval(part, interval, n, says, above=RISEN, below=RISEN)
+    return of_interval(part, interval, n, says, above=RISEN)
 
 
 def _rise_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
@@ -211,27 +204,30 @@ def _rise_table(probed: Mapping[str, ProbedRuns]) -> pd.DataFrame:
 
 
 def _judge_warning(runs: pd.DataFrame, folder: Path) -> Judgement:
-    checks, tables = [], []
-    for title, one in probed_runs(runs, folder).items():
-        quiet = one.classified.quiet
-        found = early_warning(one.probes, one.metrics, quiet or one.classified.table["feature"])
-        between = _interval(found.steps_between, found.steps_low, found.steps_high)
-        part, by = f"{title}, the warning comes before the transition", ", ".join(found.features)
-        checks.append(_warned(part, between, found, f"{_span(between, 0)} steps, by {by}", quiet=bool(quiet)))
-        ranks = _interval(found.correlation, found.correlation_low, found.correlation_high)
-        part = f"{title}, its step predicts that of the transition"
-        checks.append(_warned(part, ranks, found, f"rank correlation {_span(ranks, 2)}", quiet=bool(quiet)))
-        tables.append(found.table.assign(task=title))
-    table = pd.concat(tables, ignore_index=True)
+    ((title, one),) = probed_runs(runs, folder).items()
+    quiet = one.classified.quiet
+    found = early_warning(one.probes, one.metrics, quiet or one.classified.table["feature"])
+    between = _interval(found.steps_between, found.steps_low, found.steps_high)
+    ranks = _interval(found.correlation, found.correlation_low, found.correlation_high)
+    first, second = (
+        f"{title}, the warning comes before the transition",
+        f"{title}, its step predicts that of the transition",
+    )
+    by = ", ".join(found.features)
+    checks = [
+        _warned(first, between, found, f"{_span(between, 0)} steps, by {by}", quiet=bool(quiet)),
+        _warned(second, ranks, found, f"rank correlation {_span(ranks, 2)}", quiet=bool(quiet)),
+    ]
     kept = ["task", "run", "warning_step", "transition_step", "steps_between"]
-    return Judgement(checks, table=table.loc[:, kept].rename(columns={"run": "seed"}), curves=table)
+    table = found.table.assign(task=title).loc[:, kept].rename(columns={"run": "seed"})
+    return Judgement(checks, table=table, drawn=found)
 
 
 def _warned(part: str, interval: Interval, found: EarlyWarning, says: str, *, quiet: bool) -> Check:
     n = len(found.table)
     if not quiet:
         return Check(part, None, *interval, n, f"{part}: no feature is quiet in these runs; {says}")
-    return of_interval(part, interval, n, says, above=0.0, below=0.0)
+    return of_interval(part, interval, n, says, above=0.0)
 
 
 def _interval(*ends: float | None) -> Interval:
@@ -258,11 +254,6 @@ def _draw_order(_: pd.DataFrame, judgement: Judgement) -> "Figure":
     return order_panels(judgement.curves)
 
 
-def _draw_warning(_: pd.DataFrame, judgement: Judgement) -> "Figure":
-    assert judgement.curves is not None
-    return warning_figure(judgement.curves)
-
-
 ADDITIONS = (ADDITION_8, ADDITION_12, ADDITION_16)
 QUIET_CARRY = Study(arms_of(ADDITIONS), _judge_carry, _draw_quiet, "task", probe_run)
 QUIET_FEATURES = Study(arms_of(PROBLEMS), _judge_all, _draw_quiet, "task", probe_run)
@@ -270,4 +261,4 @@ POSITION_ORDER = Study(
     arms_of((ADDITION_8, ADDITION_16, MULTIPLICATION, BREADTH_FIRST)), _judge_order, _draw_order, "task", probe_run
 )
 U_SHAPE = Study(arms_of(PROBLEMS), _judge_u_shape, _draw_quiet, "task", probe_run)
-EARLY_WARNING = Study(arms_of((ADDITION_8,), WARNING_SEEDS), _judge_warning, _draw_warning, "task", probe_run)
+EARLY_WARNING = Study(arms_of((ADDITION_8,), WARNING_SEEDS), _judge_warning, own_plot, "task", probe_run)

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from emergent_heads import plots_quiet
 from emergent_heads.plots import COLOURS, panel_grid, style
-from emergent_heads.statistics import bootstrap_rank_correlation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +29,9 @@ def transition_panels(curves: pd.DataFrame, *, x: str, label: str) -> "Figure":
         for axes, task in zip(panels, tasks, strict=True):
             of_task = curves.loc[curves["task"] == task]
             for run, rows in of_task.groupby("run"):
-                axes.plot(rows[x], rows["gap_left"], "-" if len(rows) > 20 else "o-", color=COLOURS[int(run) % 8])
+                axes.plot(
+                    rows[x], rows["gap_left"], "-" if len(rows) > 20 else "o-", color=COLOURS[int(run) % len(COLOURS)]
+                )
             plots_quiet.gap_axes(axes, of_task[x].tolist(), label)
             axes.set_title(task)
         _only_first(panels)
@@ -95,15 +95,6 @@ def order_panels(table: pd.DataFrame) -> "Figure":
         panels[0].set_ylabel("step of emergence")
         panels[len(tasks)].set_ylabel("share that the tokens\nalone give away")
     return figure
-
-
-def warning_figure(table: pd.DataFrame) -> "Figure":
-    """Step of the transition against step of the warning, a dot per seed."""
-    there = table.dropna(subset=["warning_step", "transition_step"])
-    ranks = bootstrap_rank_correlation(
-        there["warning_step"].to_numpy(float), there["transition_step"].to_numpy(float), seed=0
-    ).value
-    return plots_quiet.early_warning(table, correlation=ranks if np.isfinite(ranks) else None)
 
 
 def _only_first(panels: "Sequence[Axes]", per_row: int = 4) -> None:

@@ -60,7 +60,7 @@ _ALGORITHM: Mapping[str, Any] = {
 }
 ALGORITHMS: Mapping[Scale, Mapping[str, Any]] = {
     "small": {**_ALGORITHM, "n_layers": 2, "learning_rate": 3e-3, "warmup_steps": 50},
-    "paper": {**_ALGORITHM, "n_layers": 4, "learning_rate": 1e-3, "warmup_steps": 1000, "steps": 50_000},
+    "paper": {**_ALGORITHM, "n_layers": 4, "learning_rate": 1e-3, "warmup_steps": 1000},
 }
 ROWS = 64
 """Sequences in a batch of an algorithmic task, as in the paper."""
