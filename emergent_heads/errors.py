@@ -40,6 +40,14 @@ class CheckpointError(EmergentHeadsError):
     """The weights of one step are missing, damaged or not finite."""
 
 
+class KnownBadCheckpointError(CheckpointError):
+    """The published weights of this step are known to be wrong, and `allow_known_bad` is False."""
+
+
+class KnownIssueWarning(UserWarning):
+    """Published weights in use are known to be wrong; said once per series and issue."""
+
+
 class UnsafeWeightsError(CheckpointError):
     """Reading the weights would run code stored in the file."""
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "emergent_heads"
 
 # From the ground up; a room imports only from rooms below it, and its own.
-ROOMS = ("ground", "tasks", "models", "checkpoints", "training", "analysis", "sweeps", "experiments", "cli")
+ROOMS = ("ground", "tasks", "models", "checkpoints", "training", "analysis", "sae", "sweeps", "experiments", "cli")
 GROUND = {
     "errors",
     "randomness",
