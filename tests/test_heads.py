@@ -1,6 +1,7 @@
 """Rankings, recovery and trajectories, against TransformerLens' own patching, brute force and a hand-built model."""
 
 import itertools
+import re
 import warnings
 
 import numpy as np
@@ -331,6 +332,101 @@ def test_bad_input_is_named(task, tokens, targets):
         eh.rank_heads(pre, post, eh.tasks.from_tokens(tokens + 10, targets))
     with pytest.raises(errors.InterventionHasNoEffect):
         eh.rank_heads(bridge(tiny("OPT", 0)), bridge(tiny("OPT", 1)), task)
+
+
+class TestHooks:
+    """`to_hooks` in TransformerLens' own `run_with_hooks`, against the library's patched runs."""
+
+    LENGTHS = (10, 4, 7, 9)
+
+    def pair(self, kind, name, tmp_path):
+        if kind == "bridge":
+            return bridge(tiny(name, 0)), bridge(tiny(name, 1))
+        if not HAS_HOOKED_TRANSFORMER:
+            pytest.skip("transformer-lens 4 has no HookedTransformer")
+        return tuple(hooked_transformer(tiny(name, seed), tmp_path) for seed in (0, 1))
+
+    @pytest.mark.parametrize("rows", ["all", "last"])
+    @pytest.mark.parametrize("name", ["GPTNeoX", "Llama", "Qwen3"])
+    @pytest.mark.parametrize("kind", ["bridge", "hooked_transformer"])
+    def test_a_run_with_them_is_the_patched_run(self, kind, name, rows, tokens, targets, tmp_path):
+        pre, post = self.pair(kind, name, tmp_path)
+        task = eh.tasks.from_tokens(tokens, targets, lengths=list(self.LENGTHS))
+        heads = eh.rank_heads(pre, post, task, rows=rows)
+        curve = eh.recovery_curve(pre, post, task, heads, ks=(1, 4), controls=0).table.set_index("k")
+        batch = heads.batch
+        assert batch.positions.tolist() == [length - 1 for length in self.LENGTHS]
+        for k in (1, 4, 12):
+            hooks = heads.to_hooks(post, k=k)
+            layers = sorted({layer for layer, _ in heads.top(k)})
+            assert [at for at, _ in hooks] == [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
+            with torch.no_grad():
+                logits = pre.run_with_hooks(batch.tokens, fwd_hooks=hooks)[range(PROMPTS), batch.positions]
+            p = logits.softmax(-1)[range(PROMPTS), batch.targets].mean().item()
+            assert p == pytest.approx(curve.loc[k, "p"], abs=1e-6)
+            if rows == "all":
+                post_patterns = eh.hooked(post).patterns(batch.tokens)
+                patterns = {(layer, head): post_patterns[layer][:, head] for layer, head in heads.top(k)}
+                truth = eh.hooked(pre).logits_with_patterns(batch.tokens, batch.positions, patterns)
+                torch.testing.assert_close(logits, truth, atol=1e-4, rtol=1e-5)
+        assert p != pytest.approx(heads.about["p_pre"], abs=1e-3)  # the hooks do something
+
+    def test_post_may_be_of_another_kind_and_the_prompts_the_flipped_ones(self, tokens, targets):
+        pre, post = tiny("Llama", 0), tiny("Llama", 1)
+        with torch.no_grad():
+            flipped = [1, 3]
+            targets[flipped] = post(tokens).logits[flipped, -1].argmax(-1)
+        heads = eh.rank_heads(pre, post, eh.tasks.from_tokens(tokens, targets), prompts="flipped")
+        assert torch.equal(heads.batch.tokens, tokens[flipped])
+        ((layer, head),) = heads.top(1)
+        ((_, hook),) = heads.to_hooks(post, k=1)
+        before, after = (eh.hooked(model).patterns(tokens[flipped])[layer] for model in (pre, post))
+        own = before.clone()
+        put_in = hook(before, hook=None)
+        assert torch.equal(before, own)  # not edited in place
+        assert torch.equal(put_in[:, head], after[:, head])
+        others = [other for other in range(4) if other != head]
+        assert torch.equal(put_in[:, others], own[:, others])
+
+    def test_other_prompts_and_other_models_are_refused(self, task, tokens):
+        heads = eh.rank_heads(tiny("GPTNeoX", 0), tiny("GPTNeoX", 1), task)
+        hooks = heads.to_hooks(tiny("GPTNeoX", 1), k=2)
+        for wrong in (tokens[:2], tokens[:, :5]):
+            with pytest.raises(errors.ArgumentError, match=r"ranking's 4 prompts of 10 tokens.*\.batch\.tokens"):
+                bridge(tiny("GPTNeoX", 0)).run_with_hooks(wrong, fwd_hooks=hooks)
+        shallow = tiny("GPTNeoX")
+        shallow = type(shallow)(type(shallow.config)(**(shallow.config.to_dict() | {"num_hidden_layers": 2})))
+        with pytest.raises(errors.ModelMismatchError, match=r"2 layers of 4 heads.*3 layers of 4"):
+            heads.to_hooks(shallow, k=2)
+        with pytest.raises(errors.ArgumentError, match="k=0"):
+            heads.to_hooks(tiny("GPTNeoX", 1), k=0)
+
+
+MEASURED = [
+    *("delta_p", "ci_low", "ci_high", "share_improved", "share_matched"),
+    *("delta_log_p_nats", "delta_log_p_low", "delta_log_p_high"),
+]
+PATTERN_SCORES = [
+    f"{score}_{time}"
+    for score in ("entropy_nats", "previous_token", "induction", "duplicate_token", "first_token")
+    for time in ("pre", "post")
+]
+
+
+@pytest.mark.parametrize("screened", [False, True])
+def test_the_columns_of_a_saved_ranking_are_those_of_its_documentation(screened, task, tmp_path):
+    how = {"method": "screen", "n_best": 4, "n_sample": 2} if screened else {}
+    ranking = eh.rank_heads(tiny("GPTNeoX", 0), tiny("GPTNeoX", 1), task, **how)
+    read = pd.read_csv(ranking.save(tmp_path / "heads.csv"))
+    expected = {"layer": "i", "head": "i"} | dict.fromkeys(MEASURED, "f")
+    expected |= {"first_order_estimate": "f", "run": "O"} if screened else {}
+    expected |= dict.fromkeys(PATTERN_SCORES, "f")
+    assert list(read) == list(expected) == list(ranking.table)
+    assert {name: "O" if dtype == "str" else dtype.kind for name, dtype in read.dtypes.items()} == expected
+    assert len(read) == 12
+    rows = [row for row in type(ranking).__doc__.splitlines() if row.strip().startswith("| `")]
+    documented = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert [name for name in documented if screened or name not in ("first_order_estimate", "run")] == list(expected)
 
 
 def test_results_are_saved_with_what_made_them(task, tmp_path):

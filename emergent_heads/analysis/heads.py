@@ -5,28 +5,33 @@ stays pre's own; delta_p is how much p(target) rises (Baherwani et al. 2026, arX
 are post-softmax attention; `rows="last"` replaces only the row of the answer's position.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from emergent_heads import plots
-from emergent_heads.analysis.patching import Pair, check_choice, open_pair
+from emergent_heads.analysis.patching import Pair, check_choice, head_patterns, open_pair
 from emergent_heads.analysis.pattern_scores import SCORES, pattern_scores
 from emergent_heads.errors import ArgumentError
+from emergent_heads.models.engine import Head
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import bootstrap_means, share_interval
-from emergent_heads.tasks.task import PromptTask
+from emergent_heads.tasks.task import PromptBatch, PromptTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+PatternHook = Callable[..., Tensor]
+"""A hook of TransformerLens: called with a pattern `[prompt, head, dest, src]` and `hook=` its hook point."""
 
 _RUNS_AT_A_TIME = 512
 
@@ -35,23 +40,78 @@ _RUNS_AT_A_TIME = 512
 class HeadRanking(Result):
     """Heads ranked by delta_p, best first.
 
+    The columns of the table, as `.save("heads.csv")` writes them too, in this order; a row per head, all heads there:
+
+    | column | type | what it is |
+    |---|---|---|
+    | `layer`, `head` | int | the head; both count from 0 |
+    | `delta_p` | float | mean over prompts of p(target) with the patch less without; rows are sorted by it, NaN last |
+    | `ci_low`, `ci_high` | float | its 95 % bootstrap interval over prompts; NaN for a single prompt |
+    | `share_improved` | float, 0 to 1 | prompts whose p(target) rose |
+    | `share_matched` | float, 0 to 1 | prompts whose target is the top token with the patch |
+    | `delta_log_p_nats`, `delta_log_p_low`, `delta_log_p_high` | float | as `delta_p`, of log p(target) |
+    | `first_order_estimate` | float | `method="screen"` only: the gradient's estimate of `delta_p` |
+    | `run` | str | `method="screen"` only: "best", "sample", or "not run", where what is measured is NaN |
+    | `entropy_nats_pre`, `entropy_nats_post` | float | entropy of the head's pattern in pre and in post |
+    | `previous_token_pre`, `previous_token_post` | float, 0 to 1 | its attention to the previous token |
+    | `induction_pre`, `induction_post` | float, 0 to 1 | to the token after an earlier occurrence of the same |
+    | `duplicate_token_pre`, `duplicate_token_post` | float, 0 to 1 | to earlier occurrences of the same token |
+    | `first_token_pre`, `first_token_post` | float, 0 to 1 | to the first token |
+
+    The last ten are means over prompts, NaN where no prompt has a place for the score (`analysis.pattern_scores`).
+
     Attributes:
-        table: one row per head: `layer`, `head`, `delta_p` with its bootstrap interval over prompts (`ci_low`,
-            `ci_high`), `share_improved` (prompts whose p rose), `delta_log_p_nats` with interval, `share_matched`
-            (prompts answered right with the patch), and the pattern scores before and after (`entropy_nats_pre`,
-            ...; see `pattern_scores`). A screened ranking has `first_order_estimate` and `run` ("best", "sample" or
-            "not run") too, and NaN where a head was not run.
+        table: as above.
         delta_p: `[layer, head, prompt]`, NaN for heads not run.
         example: one prompt's tokens with every head's pattern before and after, for `plot_patterns`.
+        batch: the prompts in use: `.tokens` `[prompt, pos]`, padded on the right, `.positions` of the answers and
+            `.targets`.
     """
 
     delta_p: Float[np.ndarray, "layer head prompt"]
     example: "PatternExample"
+    batch: PromptBatch
 
-    def top(self, k: int) -> list[tuple[int, int]]:
+    def top(self, k: int) -> list[Head]:
         """The k heads that rank highest, as `(layer, head)`."""
         ranked = self.table.dropna(subset=["delta_p"]).head(k)
         return list(zip(ranked["layer"].tolist(), ranked["head"].tolist(), strict=True))
+
+    def to_hooks(self, post: Any, k: int) -> list[tuple[str, PatternHook]]:
+        """TransformerLens hooks that put post's patterns of the top k heads into a run over the ranking's prompts.
+
+        ```python
+        hooks = heads.to_hooks(series[point.post], k=4)
+        logits = model.run_with_hooks(heads.batch.tokens, fwd_hooks=hooks)
+        answers = logits[range(len(heads.batch)), heads.batch.positions]
+        ```
+
+        With pre as the model this is the run that `recovery_curve` reports for `k` heads. A ranking keeps no patterns
+        (those of 1440 heads on 32 prompts of 100 tokens are 1.8 GB), so they are computed here, of these heads alone:
+        4 bytes x k x prompts x longest prompt squared.
+
+        Args:
+            post: whose patterns to take; as a rule the model or checkpoint that was post in the ranking.
+            k: number of heads.
+
+        Returns:
+            `(name of the hook point, function)` for each layer that has one of the heads, in order of layers, for
+            `run_with_hooks` and `hooks` of a `HookedTransformer` or a `TransformerBridge`. Where the ranking was
+            made with `rows="last"`, only the row of each prompt's answer position is replaced. The functions refuse
+            tokens of another shape. Whether a bridge uses the patterns that its hooks return is another question:
+            `eh.check_intervention(model)` answers it.
+
+        Raises:
+            ArgumentError: k is below 1, or the hooks are run on other prompts.
+            ModelMismatchError: post has other numbers of layers or heads than the ranking's models.
+        """
+        if k < 1:
+            raise ArgumentError(f"k={k}: give a positive number of heads")
+        rows = None if self.about["rows"] == "all" else self.batch.positions
+        patterns = head_patterns(post, self.batch, self.top(k), shape=self.delta_p.shape[:2])
+        return [
+            (f"blocks.{layer}.attn.hook_pattern", _replacing(of_layer, rows)) for layer, of_layer in patterns.items()
+        ]
 
     def headline(self) -> str:
         about = self.about
@@ -138,7 +198,7 @@ def rank_heads(
     table = _table(delta_p, log_p - pair.pre.log_p.double().numpy(), matched, _scores(pair), seed, columns)
     if method == "screen":
         about["screen"] = _screen_report(table)
-    return HeadRanking(table, delta_p, _example(pair), about=about)
+    return HeadRanking(table, delta_p, _example(pair), pair.batch, about=about)
 
 
 def _patched_answers(
@@ -216,6 +276,32 @@ def _example(pair: Pair) -> PatternExample:
         for of in (pair.pre_patterns, pair.post_patterns)
     )
     return PatternExample(pair.batch.texts[0][:end], pre, post)
+
+
+def _replacing(
+    new: Mapping[int, Float[Tensor, "prompt dest src"]], rows: Int[Tensor, " prompt"] | None
+) -> PatternHook:
+    """A hook that puts in the new patterns of one layer's heads, whole or only one row of each prompt."""
+    expected = next(iter(new.values())).shape
+
+    def put_in(pattern: Float[Tensor, "prompt head dest src"], hook: Any = None) -> Tensor:
+        found = (pattern.shape[0], *pattern.shape[2:])
+        if found != expected:
+            raise ArgumentError(
+                f"patterns of {found[0]} prompts and {found[-1]} tokens at {getattr(hook, 'name', 'a hook')}: these "
+                f"hooks are for the ranking's {expected[0]} prompts of {expected[-1]} tokens (padding included); run "
+                "the model on `.batch.tokens` of the ranking"
+            )
+        pattern = pattern.clone()
+        for head, own in new.items():
+            if rows is None:
+                pattern[:, head] = own.to(pattern)
+            else:
+                prompts, at = torch.arange(len(own), device=pattern.device), rows.to(pattern.device)
+                pattern[prompts, head, at] = own.to(pattern)[prompts, at]
+        return pattern
+
+    return put_in
 
 
 def _first_order_estimates(pair: Pair, rows: str) -> Float[np.ndarray, "layer head"]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.errors import ArgumentError, ModelMismatchError, PromptError
-from emergent_heads.models.engine import Trace
+from emergent_heads.models.engine import Head, Trace
 from emergent_heads.models.hooked import Answers, HookedModel, hooked
 from emergent_heads.tasks.task import PromptBatch, PromptTask
 
@@ -109,6 +109,35 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
         "share_matched_post": float(after.matched.double().mean()),
     }
     return Pair(model, batch, before, after, pre_patterns, post_patterns, about, whole)
+
+
+def head_patterns(
+    model: Any, batch: PromptBatch, heads: Sequence[Head], *, shape: tuple[int, ...]
+) -> dict[int, dict[int, Float[Tensor, "prompt dest src"]]]:
+    """Patterns of some heads over the prompts, by layer and head, on the CPU; no others are kept.
+
+    Args:
+        model: a handle of a series, or a model of any supported kind.
+        batch: the prompts.
+        heads: `(layer, head)`.
+        shape: numbers of layers and of heads per layer that the model must have.
+
+    Raises:
+        ModelMismatchError: the model has other numbers of layers or heads.
+    """
+    model = hooked(model)
+    if (found := (model.n_layers, model.n_heads)) != tuple(shape):
+        raise ModelMismatchError(
+            f"this model has {found[0]} layers of {found[1]} heads, and the heads are of one with {shape[0]} layers "
+            f"of {shape[1]}: give a checkpoint of the same model"
+        )
+    layers = sorted({layer for layer, _ in heads})
+    parts: dict[Head, list[Tensor]] = {head: [] for head in sorted(heads)}
+    for piece in _pieces(model, batch):
+        patterns = model.patterns(batch.tokens[piece], layers)
+        for layer, head in parts:
+            parts[layer, head].append(patterns[layer][:, head].cpu().clone())
+    return {layer: {head: torch.cat(of) for (at, head), of in parts.items() if at == layer} for layer in layers}
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
