@@ -3,7 +3,7 @@
 Any hooked model offers the same few things: logits at given positions, the attention patterns of its heads, logits
 with some heads' patterns replaced, the residual stream, and logits with an edit of it. `hooked(model)` gives this
 interface for the kinds of model in use; the kinds differ only in where their modules are and how a pattern is reached
-(`huggingface.py`, `transformerlens.py`, `hooked_small.py`).
+(`huggingface.py`, `transformerlens.py`, `hooked_small.py`; `nnsight.py` unwraps).
 
 Patched runs of many heads go through `engine.py`, which `model.engine` makes and keeps.
 """
@@ -370,8 +370,8 @@ def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
     """The one interface for a model of any supported kind.
 
     Args:
-        model: a `HookedTransformer`, a `TransformerBridge`, a Hugging Face causal language model, a `SmallModel`, a
-            checkpoint of a series, or something this function returned before.
+        model: a `HookedTransformer`, a `TransformerBridge`, a Hugging Face causal language model, a `SmallModel`, an
+            nnsight model around one of them, a checkpoint of a series, or something this function returned before.
         tokenizer: a transformers tokenizer, where the model carries none.
 
     Raises:
@@ -379,6 +379,10 @@ def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
     """
     if isinstance(model, HookedModel):
         return model
+    from emergent_heads.models import nnsight
+
+    if nnsight.comes_from_nnsight(model):  # before attributes are asked for: it passes them on to its module
+        return nnsight.wrapped(model, tokenizer)
     if callable(getattr(model, "hooked", None)):
         return model.hooked()
     from emergent_heads.models import hooked_small, huggingface, transformerlens
@@ -388,7 +392,8 @@ def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
             return kind(model, tokenizer)
     raise UnsupportedModelError(
         f"cannot use a {type(model).__module__}.{type(model).__qualname__} as a model: give a HookedTransformer, a "
-        "TransformerBridge, a Hugging Face causal language model, a SmallModel or a checkpoint of a series"
+        "TransformerBridge, a Hugging Face causal language model, a SmallModel, an nnsight model of one of them or a "
+        "checkpoint of a series"
     )
 
 
