@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "emergent_heads.analysis.ablation": ("ablate_features", "ablation_series"),
+    "emergent_heads.analysis.attention_view": ("attention_view",),
     "emergent_heads.analysis.early_warning": ("early_warning",),
     "emergent_heads.analysis.emergence": ("emergence_from_table", "emergence_table", "find_emergence"),
     "emergent_heads.analysis.evaluation": ("evaluate",),
@@ -41,6 +42,7 @@ __all__ = ["__version__", *_MODULES, *_HOME_OF]  # pyright: ignore[reportUnsuppo
 if TYPE_CHECKING:
     from emergent_heads import errors, tasks
     from emergent_heads.analysis.ablation import ablate_features, ablation_series
+    from emergent_heads.analysis.attention_view import attention_view
     from emergent_heads.analysis.early_warning import early_warning
     from emergent_heads.analysis.emergence import emergence_from_table, emergence_table, find_emergence
     from emergent_heads.analysis.evaluation import evaluate
