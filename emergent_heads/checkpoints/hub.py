@@ -1,4 +1,6 @@
-"""Series on the Hugging Face hub: one repository whose revisions carry the step.
+"""Series on the Hugging Face hub: one repository whose revisions carry the step (`HubSource`).
+
+What asks the hub and keeps what it gives is `HubRepository`, which other sources on the hub share.
 
 Nothing is asked of the hub until a step is used. `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_HUB_OFFLINE` are read at every
 use, so they may be set late. Checkpoints that are to be evicted are fetched into a folder of the library's own, never
@@ -16,39 +18,40 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from emergent_heads.checkpoints.naming import (
+    Named,
+    check_pattern,
+    name_at,
+    named_steps,
+    tells_the_name,
+    tells_tokens,
+)
 from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError, OutputError
 from emergent_heads.storage import cache_folder
 
 CachePolicy = Literal["keep", "evict"]
 RETRY_WAITS_S = (1.0, 4.0)
+MAIN = "main"
 _MARKER = ".fetched_by_emergent_heads"  # empty while fetching, then the name of the revision; its time is the last use
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """Checkpoints as revisions of `repository`.
+class HubRepository:
+    """A repository of the hub and what of it lies here.
 
     Attributes:
         repository: "owner/name".
-        pattern: name of a revision, with `{step}` for the step and `*` for parts that do not matter.
-        known_steps: the published schedule; None to read the steps from the repository's branches and tags.
         cache: "keep" leaves checkpoints in the hub's cache; "evict" deletes each after use.
         disk_budget_gb: most disk (10^9 bytes) that checkpoints fetched under a budget may take, over all series and
             sessions; the least recently used go first.
-        trust_remote_code: run the model code of the repository.
     """
 
     repository: str
-    pattern: str = "step{step}"
-    known_steps: tuple[int, ...] | None = None
     cache: CachePolicy = "keep"
     disk_budget_gb: float | None = None
-    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.pattern.count("{step}") != 1:
-            raise ArgumentError(f"pattern={self.pattern!r} must hold {{step}} once, as in 'step{{step}}'")
         if self.cache not in ("keep", "evict"):
             raise ArgumentError(f"cache={self.cache!r}: use 'keep' or 'evict'")
         if self.disk_budget_gb is not None and not self.disk_budget_gb > 0:
@@ -60,79 +63,26 @@ class HubSource:
     def name(self) -> str:
         return self.repository.rpartition("/")[2]
 
-    def steps(self) -> tuple[int, ...]:
-        return self.known_steps if self.known_steps is not None else tuple(sorted(self._revisions))
+    def tokenizer_folder(self) -> Path | None:
+        """The local folder with the tokenizer of the repository's main revision, fetched when it is not there.
 
-    def where(self, step: int) -> str:
-        revision = self._revision(step)
-        commit = self._commits.get(revision) if "_commits" in self.__dict__ else None
-        copies = [folder for folder in self._places(commit) if folder.is_dir()] if commit else []
-        return f"{self.repository}, revision {revision}" + "".join(f", copy in {folder}" for folder in copies[:1])
-
-    def identity(self, step: int) -> str | None:
-        """Repository and commit, found without fetching weights; None where the hub has no such revision."""
-        commit = self._commits.get(self._revision(step))
-        return commit and f"{self.repository}@{commit}"
-
-    def folder(self, step: int) -> Path:
-        """The local folder with config, weights and, where there is one, tokenizer; fetched when it is not there.
-
-        Raises:
-            CheckpointError: the hub has no such revision, or no weights in it.
-            HubError: the hub cannot be reached, refuses, or sends broken files.
+        None where it has none.
         """
-        revision = self._revision(step)
-        commit = self._commits.get(revision)
-        if commit is None and not _offline():
-            raise CheckpointError("the hub has no such revision")
-        for folder in self._places(commit) if commit else ():
-            if _is_whole(folder):
-                return _touched(folder)
-        if commit is None or _offline():
-            raise HubError(
-                f"{self.repository}, revision {revision} is not in the local cache, and HF_HUB_OFFLINE is set; "
-                "unset it to fetch"
-            )
-        return self._fetch(revision, commit)
+        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, has_tokenizer
 
-    def release(self, step: int) -> None:
-        """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
-        if self.cache == "evict" and (commit := self._commits.get(self._revision(step))):
-            _delete(self._own_folder(commit))
-
-    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
-        return (self.folder(step),)
+        commit = self._commit(MAIN)
+        folder = self._snapshot(commit)
+        if has_tokenizer(folder):
+            return folder
+        if _offline():
+            raise self._not_here(f"the tokenizer of {self.repository}")
+        sizes = self._sizes(MAIN, commit)
+        for name in ("config.json", *TOKENIZER_NAMES):  # the config may be what tells the tokenizer's class
+            if name in sizes:
+                self._download(name, MAIN, MAIN, {"cache_dir": _hub_cache()})
+        return folder if has_tokenizer(folder) else None
 
     # which revisions there are
-
-    def _revision(self, step: int) -> str:
-        if self.known_steps is not None:
-            return self.pattern.replace("{step}", str(step))
-        return self._revisions[step]
-
-    @cached_property
-    def _revisions(self) -> dict[int, str]:
-        """Step -> revision, for the revisions that fit the pattern."""
-        parts = re.split(r"(\{step\}|\*)", self.pattern)
-        regex = "".join({"{step}": r"(\d+)", "*": ".*"}.get(part, re.escape(part)) for part in parts)
-        found: dict[int, str] = {}
-        for revision in self._commits:
-            if match := re.fullmatch(regex, revision):
-                step = int(match[1])
-                if step in found:
-                    raise ArgumentError(
-                        f"pattern={self.pattern!r}: revisions {found[step]} and {revision} of {self.repository} "
-                        f"are both step {step}"
-                    )
-                found[step] = revision
-        if not found:
-            names = ", ".join(list(self._commits)[:5]) or "none"
-            place = "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
-            raise NoCheckpointsError(
-                f"{place} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
-                f"revisions there are: {names}"
-            )
-        return found
 
     @cached_property
     def _commits(self) -> Mapping[str, str]:
@@ -143,56 +93,57 @@ class HubSource:
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def _local_commits(self) -> dict[str, str]:
-        own = {marker.read_text(): marker.parent.name for marker in self._own_store().glob(f"*/{_MARKER}")}
         refs = _hub_cache() / _cache_name(self.repository) / "refs"
         files = [path for path in refs.rglob("*") if path.is_file()]
-        return own | {path.relative_to(refs).as_posix(): path.read_text().strip() for path in files}
+        return {path.relative_to(refs).as_posix(): path.read_text().strip() for path in files}
+
+    def _commit(self, revision: str) -> str:
+        """
+        Raises:
+            CheckpointError: the hub has no such revision. HubError: it is not in the local cache, offline.
+        """
+        commit = self._commits.get(revision)
+        if commit is not None:
+            return commit
+        if _offline():
+            raise self._not_here(f"{self.repository}, revision {revision}")
+        raise CheckpointError("the hub has no such revision")
+
+    def _not_here(self, what: str) -> HubError:
+        return HubError(f"{what} is not in the local cache, and HF_HUB_OFFLINE is set; unset it to fetch")
 
     # where files lie
 
-    def _places(self, commit: str) -> tuple[Path, Path]:
-        """Where a copy may lie: in the hub's cache, or in our own store."""
-        return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit, self._own_folder(commit)
+    def _snapshot(self, commit: str) -> Path:
+        """The folder of a commit in the hub's cache."""
+        return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit
 
     def _own_store(self) -> Path:
         return _all_own_stores() / _cache_name(self.repository)
 
-    def _own_folder(self, commit: str) -> Path:
-        return self._own_store() / commit
+    def _own_folder(self, key: str) -> Path:
+        """The folder of one checkpoint in our own store."""
+        return self._own_store() / key
+
+    def _own_markers(self) -> dict[str, Path]:
+        """What the checkpoints in our own store are called -> folder."""
+        return {marker.read_text(): marker.parent for marker in self._own_store().glob(f"*/{_MARKER}")}
 
     # fetching
 
-    def _fetch(self, revision: str, commit: str) -> Path:
-        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, shard_names, weight_entry
+    def _sizes(self, revision: str, commit: str, under: str | None = None) -> dict[str, int]:
+        """Path in the repository -> bytes, of the files at the top or in the folder `under`."""
+        listing = self._ask(
+            revision,
+            lambda: list(self._api().list_repo_tree(self.repository, path_in_repo=under, revision=commit)),
+        )
+        return {file.path: file.size for file in listing if hasattr(file, "size")}
 
-        listing = self._ask(revision, lambda: list(self._api().list_repo_tree(self.repository, revision=commit)))
-        sizes = {file.path: file.size for file in listing if hasattr(file, "size")}
-        entry = weight_entry(sizes)
-        if entry is None or "config.json" not in sizes:
-            raise CheckpointError(f"the revision has no {'weights' if entry is None else 'config.json'}")
-        small = [name for name in TOKENIZER_NAMES if name in sizes]
-        if self.trust_remote_code:
-            small += [name for name in sizes if name.endswith(".py")]
-        place = self._make_place(commit)
-        # config.json is asked for by revision, which leaves the revision's commit in the hub's cache for offline use
-        config = self._download("config.json", revision, revision if "cache_dir" in place else commit, place)
-        for name in [*small, *([entry] if entry.endswith(".json") else [])]:
-            self._download(name, revision, commit, place)
-        weights = shard_names(config.parent / entry) if entry.endswith(".json") else [entry]
-        if missing := [name for name in weights if name not in sizes]:
-            raise CheckpointError(f"{missing[0]}, which {entry} lists, is missing")
-        if self.disk_budget_gb is not None:
-            self._make_room(sum(sizes[name] for name in ("config.json", *small, *weights)), keep=config.parent)
-        for name in weights:
-            self._download(name, revision, commit, place)
-        if "local_dir" in place:
-            (config.parent / _MARKER).write_text(revision)
-        return config.parent
-
-    def _make_place(self, commit: str) -> dict[str, Any]:
+    def _place_for(self, key: str) -> dict[str, Any]:
+        """Where the files of a checkpoint go: into the hub's cache, or into a folder of our own."""
         if self.cache == "keep" and self.disk_budget_gb is None:
             return {"cache_dir": _hub_cache()}
-        folder = self._own_folder(commit)
+        folder = self._own_folder(key)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _MARKER).touch()
@@ -257,6 +208,135 @@ class HubSource:
                     raise HubError(f"{self.repository}{at}, from {_endpoint()}: {_cause(error)}") from error
                 time.sleep(wait)
         raise AssertionError
+
+
+@dataclass(frozen=True)
+class HubSource(HubRepository):
+    """Checkpoints as revisions of a repository.
+
+    Attributes:
+        pattern: name of a revision, with `{step}` for the step, `{billions}` for the tokens seen in 10^9, and `*` for
+            parts that do not matter.
+        known_steps: the published schedule; None to read the steps from the repository's branches and tags.
+        trust_remote_code: run the model code of the repository.
+        tokens_per_step: tokens of one step, where names tell no tokens.
+        tokenizer_repository: where the tokenizer is, if the checkpoints have none.
+    """
+
+    pattern: str = "step{step}"
+    known_steps: tuple[int, ...] | None = None
+    trust_remote_code: bool = False
+    tokens_per_step: int | None = None
+    tokenizer_repository: str | None = None
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        if self.known_steps is not None and not tells_the_name(self.pattern):
+            raise ArgumentError(f"pattern={self.pattern!r}: known steps do not name a revision where parts are open")
+        super().__post_init__()
+
+    def steps(self) -> tuple[int, ...]:
+        return self.known_steps if self.known_steps is not None else tuple(sorted(self._revisions))
+
+    def tokens_seen(self, step: int) -> int | None:
+        if tells_tokens(self.pattern):
+            return self._revisions[step].tokens
+        return None if self.tokens_per_step is None else step * self.tokens_per_step
+
+    def where(self, step: int) -> str:
+        revision = self._revision(step)
+        commit = self._commits.get(revision) if "_commits" in self.__dict__ else None
+        copies = [folder for folder in self._places(commit) if folder.is_dir()] if commit else []
+        return f"{self.repository}, revision {revision}" + "".join(f", copy in {folder}" for folder in copies[:1])
+
+    def identity(self, step: int) -> str | None:
+        """Repository and commit, found without fetching weights; None where the hub has no such revision."""
+        commit = self._commits.get(self._revision(step))
+        return commit and f"{self.repository}@{commit}"
+
+    def folder(self, step: int) -> Path:
+        """The local folder with config, weights and, where there is one, tokenizer; fetched when it is not there.
+
+        Raises:
+            CheckpointError: the hub has no such revision, or no weights in it.
+            HubError: the hub cannot be reached, refuses, or sends broken files.
+        """
+        revision = self._revision(step)
+        commit = self._commit(revision)
+        for folder in self._places(commit):
+            if _is_whole(folder):
+                return _touched(folder)
+        if _offline():
+            raise self._not_here(f"{self.repository}, revision {revision}")
+        return self._fetch(revision, commit)
+
+    def release(self, step: int) -> None:
+        """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
+        if self.cache == "evict" and (commit := self._commits.get(self._revision(step))):
+            _delete(self._own_folder(commit))
+
+    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
+        from emergent_heads.checkpoints.weights import has_tokenizer
+
+        folder = self.folder(step)
+        if self.tokenizer_repository is None or has_tokenizer(folder):
+            return (folder,)
+        other = HubRepository(self.tokenizer_repository).tokenizer_folder()
+        return (other,) if other else ()
+
+    # which revisions there are
+
+    def _revision(self, step: int) -> str:
+        return name_at(self.pattern, step) if self.known_steps is not None else self._revisions[step].name
+
+    @cached_property
+    def _revisions(self) -> dict[int, Named]:
+        """Step -> revision, for the revisions that fit the pattern."""
+        found = named_steps(self.pattern, self._commits, self.repository)
+        if not found:
+            names = ", ".join(list(self._commits)[:5]) or "none"
+            place = "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
+            raise NoCheckpointsError(
+                f"{place} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
+                f"revisions there are: {names}"
+            )
+        return found
+
+    def _local_commits(self) -> dict[str, str]:
+        own = {revision: folder.name for revision, folder in self._own_markers().items()}
+        return own | super()._local_commits()
+
+    def _places(self, commit: str) -> tuple[Path, Path]:
+        """Where a copy may lie: in the hub's cache, or in our own store."""
+        return self._snapshot(commit), self._own_folder(commit)
+
+    # fetching
+
+    def _fetch(self, revision: str, commit: str) -> Path:
+        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, shard_names, weight_entry
+
+        sizes = self._sizes(revision, commit)
+        entry = weight_entry(sizes)
+        if entry is None or "config.json" not in sizes:
+            raise CheckpointError(f"the revision has no {'weights' if entry is None else 'config.json'}")
+        small = [name for name in TOKENIZER_NAMES if name in sizes]
+        if self.trust_remote_code:
+            small += [name for name in sizes if name.endswith(".py")]
+        place = self._place_for(commit)
+        # config.json is asked for by revision, which leaves the revision's commit in the hub's cache for offline use
+        config = self._download("config.json", revision, revision if "cache_dir" in place else commit, place)
+        for name in [*small, *([entry] if entry.endswith(".json") else [])]:
+            self._download(name, revision, commit, place)
+        weights = shard_names(config.parent / entry) if entry.endswith(".json") else [entry]
+        if missing := [name for name in weights if name not in sizes]:
+            raise CheckpointError(f"{missing[0]}, which {entry} lists, is missing")
+        if self.disk_budget_gb is not None:
+            self._make_room(sum(sizes[name] for name in ("config.json", *small, *weights)), keep=config.parent)
+        for name in weights:
+            self._download(name, revision, commit, place)
+        if "local_dir" in place:
+            (config.parent / _MARKER).write_text(revision)
+        return config.parent
 
 
 def _is_whole(folder: Path) -> bool:

@@ -152,7 +152,7 @@ class CheckpointSeries:
         Raises:
             ArgumentError: an argument makes no sense.
         """
-        source = HubSource(repository, pattern, None, cache, disk_budget_gb, trust_remote_code)
+        source = HubSource(repository, cache, disk_budget_gb, pattern, trust_remote_code=trust_remote_code)
         return cls(source, kind=kind, device=device)
 
     @classmethod

@@ -97,7 +97,7 @@ def suite(
     from emergent_heads.checkpoints.series import CheckpointSeries
 
     found, seed = _find(name, seed)
-    source = HubSource(found.repositories[seed], found.pattern, found.steps, cache, disk_budget_gb)
+    source = HubSource(found.repositories[seed], cache, disk_budget_gb, found.pattern, found.steps)
     return CheckpointSeries(source, kind=kind, device=device, seed=seed, size=found.size)
 
 

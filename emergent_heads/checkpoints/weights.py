@@ -116,6 +116,11 @@ def architecture_of(folder: Path, trust_remote_code: bool = False) -> dict[str, 
     return {key: value for key, value in config.to_dict().items() if key not in _NOT_ABOUT_THE_MODEL}
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer's vocabulary lies in `folder`."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
+
+
 def load_tokenizer(*folders: Path) -> Any | None:
     """The tokenizer in the first of `folders` that has one; None when none has. The hub is never asked.
 
@@ -125,7 +130,7 @@ def load_tokenizer(*folders: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     for folder in folders:
-        if any((folder / name).is_file() for name in _VOCABULARIES):
+        if has_tokenizer(folder):
             try:
                 return AutoTokenizer.from_pretrained(folder, local_files_only=True)
             except (OSError, ValueError, KeyError, ImportError) as error:
