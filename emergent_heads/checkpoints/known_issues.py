@@ -5,10 +5,14 @@ may have been mended since; `CheckpointSeries.verify` compares what the hub serv
 `python -m emergent_heads.checkpoints.known_issues`.
 """
 
+import inspect
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from emergent_heads.errors import KnownBadCheckpointError, KnownIssueWarning
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,16 +94,43 @@ class KnownIssue:
         return ", ".join(_runs(self.steps)) or "other branches"
 
 
-def issues_of(repository: str, step: int) -> tuple[KnownIssue, ...]:
+def issues_of(repository: str | None, step: int) -> tuple[KnownIssue, ...]:
     """What is known of a step, the gravest first."""
-    return tuple(issue for issue in _ISSUES_OF.get(repository, ()) if step in issue.steps)
+    return tuple(issue for issue in _ISSUES_OF.get(repository or "", ()) if step in issue.steps)
 
 
 def issue_to_mark(repository: str | None, step: int) -> KnownIssue | None:
     """The gravest issue of a step that is to stand in results; None where there is none."""
-    if repository is None:
-        return None
     return next((issue for issue in issues_of(repository, step) if issue.kind in _MARKED), None)
+
+
+def met(issue: KnownIssue, series: str, step: int, *, allowed: bool, warned: set[str]) -> None:
+    """What happens when a step with such an issue is used: a warning, once for all steps of a series, or a refusal.
+
+    Args:
+        issue: one that `warns`.
+        series: its name, for the message.
+        step: the step that is used.
+        allowed: whether wrong weights may be used.
+        warned: marks of the issues that the series has warned of; extended.
+
+    Raises:
+        KnownBadCheckpointError: the weights are wrong, and that is not allowed.
+    """
+    if issue.refused and not allowed:
+        raise KnownBadCheckpointError(
+            f"its published weights are known to be wrong ({issue.report}); allow_known_bad=True uses them anyway"
+        )
+    if issue.mark in warned:
+        return
+    warned.add(issue.mark)
+    can = "allow_known_bad=False refuses it" if issue.refused else "look at its neighbours before you trust it"
+    warnings.warn(
+        f"step {step} of {series}, {issue.kind}: {issue.what} See {issue.report} (steps: {issue.steps_text}). Results "
+        f"have it in known_issue; {can}, and verify() of the series compares what the hub serves now",
+        KnownIssueWarning,
+        stacklevel=_callers_level(),
+    )
 
 
 def known_issues(repository: str | None = None) -> "pd.DataFrame":
@@ -183,6 +214,15 @@ def as_markdown() -> str:
             )
             parts.append(issue.what)
     return "\n\n".join(parts) + "\n"
+
+
+def _callers_level() -> int:
+    """The stack level of the first frame outside the package, seen from who calls this."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "emergent_heads":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _on_use(issue: KnownIssue) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from emergent_heads.checkpoints.directory import DirectorySource
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
+from emergent_heads.checkpoints.known_issues import issue_to_mark, issues_of, met
 from emergent_heads.checkpoints.run import CHECKPOINTS, RunSource, is_small_run, read_manifest
-from emergent_heads.errors import ArgumentError, CheckpointError, UnknownStepError
+from emergent_heads.errors import ArgumentError, CheckpointError, KnownBadCheckpointError, UnknownStepError
 from emergent_heads.storage import KeptTables, cache_folder
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class CheckpointSeries:
         kind: what `series[step].load()` gives.
         device: where the models go.
         seed, size: of the run, where they are known.
+        allow_known_bad: whether published checkpoints whose weights are known to be wrong are used, with a warning,
+            or refused; see `emergent_heads.known_issues`.
         problems: step -> what is wrong with its checkpoint, filled as steps are used. Missing, damaged and not finite
             ones cannot be used; identical ones can.
     """
@@ -113,11 +116,13 @@ class CheckpointSeries:
     device: str = field(default="cpu", kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
     size: str | None = field(default=None, kw_only=True)
+    allow_known_bad: bool = field(default=True, kw_only=True)
     problems: dict[int, str] = field(default_factory=dict, init=False)
     _fingerprints: "dict[int, Fingerprint]" = field(default_factory=dict, init=False)
     _resident: "Resident | SmallModel | None" = field(default=None, init=False)
     _hooked: "HookedModel | None" = field(default=None, init=False)
     _hooked_step: int | None = field(default=None, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
@@ -133,6 +138,7 @@ class CheckpointSeries:
         disk_budget_gb: float | None = None,
         trust_remote_code: bool = False,
         device: str = "cpu",
+        allow_known_bad: bool = True,
     ) -> "CheckpointSeries":
         """Series of a Hugging Face repository whose revisions (branches or tags) carry the step.
 
@@ -148,12 +154,14 @@ class CheckpointSeries:
                 recently used go first.
             trust_remote_code: run model code of the repository.
             device: where the models go.
+            allow_known_bad: False refuses checkpoints whose published weights are known to be wrong, which searches
+                then pass over; see `emergent_heads.known_issues`.
 
         Raises:
             ArgumentError: an argument makes no sense.
         """
-        source = HubSource(repository, cache, disk_budget_gb, pattern, trust_remote_code=trust_remote_code)
-        return cls(source, kind=kind, device=device)
+        source = HubSource(repository, pattern, None, cache, disk_budget_gb, trust_remote_code)
+        return cls(source, kind=kind, device=device, allow_known_bad=allow_known_bad)
 
     @classmethod
     def from_directory(
@@ -261,6 +269,27 @@ class CheckpointSeries:
         """Key of a step's weights, stable over sessions and found without loading them; None when unknown."""
         return self.source.identity(self[step].step)
 
+    def known_issue(self, step: int) -> str | None:
+        """What is known to be wrong with a published checkpoint, in short: "wrong weights: EleutherAI/pythia#205".
+
+        None where nothing is known, which proves nothing. `emergent_heads.known_issues` has the details.
+        """
+        issue = issue_to_mark(self._repository, step)
+        return issue and issue.mark
+
+    def check_known_issues(self, step: int) -> None:
+        """Warns where the weights of `step` are known to be wrong, once per issue; every use of a step begins so.
+
+        Raises:
+            KnownBadCheckpointError: they are, and `allow_known_bad` is False; also noted in `problems`.
+        """
+        issue = issue_to_mark(self._repository, step)
+        if issue is not None and issue.warns:
+            try:
+                met(issue, self.name, step, allowed=self.allow_known_bad, warned=self._warned)
+            except KnownBadCheckpointError as error:
+                raise self._noted(step, error) from error
+
     def hooked(self, step: int) -> "HookedModel":
         """The one resident model of the series, with the weights of `step` swapped in.
 
@@ -271,6 +300,7 @@ class CheckpointSeries:
             HubError: the hub does not give them.
         """
         step = self[step].step
+        self.check_known_issues(step)
         if self._hooked is None or self._hooked_step != step:
             self._hooked_step = None  # a swap that fails leaves a mixture behind
             with self._noting_problems(step):
@@ -326,6 +356,7 @@ class CheckpointSeries:
         return hooked(model)
 
     def _load(self, step: int, kind: ModelKind | None) -> Any:
+        self.check_known_issues(step)
         if isinstance(self.source, LoaderSource):
             if kind is not None:
                 raise ArgumentError(f"kind={kind!r}: the loader of {self.name} decides what it returns")
@@ -369,6 +400,11 @@ class CheckpointSeries:
         with self._noting_problems(step), _fetched(self.source, step):
             return load_tokenizer(*self.source.tokenizer_folders(step))
 
+    @property
+    def _repository(self) -> str | None:
+        """Where published checkpoints come from, on the hub."""
+        return getattr(self.source, "repository", None)
+
     @contextmanager
     def _noting_problems(self, step: int) -> Iterator[None]:
         """Names series, step and place in errors about the weights, and notes them in `problems`."""
@@ -376,9 +412,14 @@ class CheckpointSeries:
         try:
             yield
         except CheckpointError as error:
-            message = f"step {step} of {self.name} ({self.source.where(step)}): {error}"
-            self.problems[step] = message
-            raise type(error)(message) from error
+            raise self._noted(step, error) from error
+
+    def _noted(self, step: int, error: CheckpointError) -> CheckpointError:
+        """The error with series, step and place in it, after it was noted in `problems`."""
+        missing = [issue for issue in issues_of(self._repository, step) if issue.kind == "missing"]
+        known = f"; known since {missing[0].reported}: {missing[0].report}" if missing else ""
+        self.problems[step] = f"step {step} of {self.name} ({self.source.where(step)}): {error}{known}"
+        return type(error)(self.problems[step])
 
     def _note_loaded(self, step: int, model: Any) -> None:
         from torch import nn
