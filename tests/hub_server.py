@@ -47,13 +47,18 @@ class Fault:
 
 @dataclass
 class Hub:
-    """A running server; `requests` are the "METHOD path" it has seen."""
+    """A running server; `requests` are the "METHOD path" it has seen.
+
+    Revisions in `tags` are served as tags, the others as branches; those in `same_commit` have the commit of another.
+    """
 
     folder_of: FolderOf
     revisions_of: RevisionsOf
     endpoint: str = ""
     requests: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    tags: set[tuple[str, str]] = field(default_factory=set)
+    same_commit: dict[tuple[str, str], str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, where: str = "", *, times: int | None = None, **how) -> None:
@@ -76,6 +81,7 @@ class Hub:
         return sum(request.startswith("GET") and request.endswith(f"/{name}") for request in self.requests)
 
     def commit(self, repository: str, revision: str) -> str:
+        revision = self.same_commit.get((repository, revision), revision)
         return hashlib.sha1(f"{repository}@{revision}".encode()).hexdigest()
 
     def revision(self, repository: str, name: str) -> str | None:
@@ -111,8 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(fault.status, b"{}")
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(refs|tree|revision)(?:/(.+))?", path):
             return self._answer_api(*match.groups())
-        if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/(.+)/([^/]+)", path):
-            return self._send_file(*match.groups(), half=fault is not None and fault.truncate)
+        if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/(.+/.+)", path):
+            revision, filename = self._split(*match.groups())
+            return self._send_file(match[1], revision, filename, half=fault is not None and fault.truncate)
         return self._send(404, b"{}")
 
     def _answer_api(self, repository: str, what: str, name: str | None) -> None:
@@ -120,22 +127,42 @@ class _Handler(BaseHTTPRequestHandler):
         if not revisions:
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if what == "refs":
-            branches = [
-                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": self.hub.commit(repository, name)}
-                for name in revisions
-            ]
-            return self._send_json({"branches": branches, "converts": [], "tags": []})
-        found = self._folder(repository, name or "main")
+            refs: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": []}
+            for name in revisions:
+                kind, at = ("tags", "tags") if (repository, name) in self.hub.tags else ("branches", "heads")
+                commit = self.hub.commit(repository, name)
+                refs[kind].append({"name": name, "ref": f"refs/{at}/{name}", "targetCommit": commit})
+            return self._send_json(refs)
+        name, under = self._split(repository, name or "main")
+        found = self._folder(repository, name)
         if found is None:
             return None
         revision, folder = found
-        files = [path for path in sorted(folder.iterdir()) if path.is_file()]
         if what == "tree":
-            entries = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": _etag(p)} for p in files]
-            return self._send_json(entries)
-        siblings = [{"rfilename": path.name} for path in files]
+            return self._send_tree(folder, under)
+        siblings = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]
         sha = self.hub.commit(repository, revision)
         return self._send_json({"id": repository, "sha": sha, "siblings": siblings})
+
+    def _split(self, repository: str, path: str) -> tuple[str, str]:
+        """A path that begins with a revision, which may hold slashes: the revision, and the rest."""
+        parts = path.split("/")
+        splits = [("/".join(parts[:at]), "/".join(parts[at:])) for at in range(1, len(parts) + 1)]
+        known = [split for split in splits if self.hub.revision(repository, split[0]) is not None]
+        return known[0] if known else splits[0]
+
+    def _send_tree(self, folder: Path, under: str) -> None:
+        """What lies in `folder / under`, not deeper, as the hub lists it."""
+        if not (folder / under).is_dir():
+            return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        paths = sorted((folder / under).iterdir())
+        entries = [
+            {"type": "file", "path": str(p.relative_to(folder)), "size": p.stat().st_size, "oid": _etag(p)}
+            if p.is_file()
+            else {"type": "directory", "path": str(p.relative_to(folder)), "oid": "0" * 40}
+            for p in paths
+        ]
+        return self._send_json(entries)
 
     def _send_file(self, repository: str, name: str, filename: str, half: bool) -> None:
         found = self._folder(repository, name)

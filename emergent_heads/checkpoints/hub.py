@@ -98,7 +98,8 @@ class HubRepository:
         return {path.relative_to(refs).as_posix(): path.read_text().strip() for path in files}
 
     def _commit(self, revision: str) -> str:
-        """
+        """The commit of a revision.
+
         Raises:
             CheckpointError: the hub has no such revision. HubError: it is not in the local cache, offline.
         """

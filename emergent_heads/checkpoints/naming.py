@@ -21,7 +21,8 @@ class Named(NamedTuple):
 
 
 def check_pattern(pattern: str) -> None:
-    """
+    """Refuses patterns that cannot carry a step.
+
     Raises:
         ArgumentError: `{step}` is not there once, or `{billions}` more than once.
     """
