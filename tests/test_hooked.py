@@ -147,18 +147,13 @@ def test_pattern_gradients_are_the_slope_of_p(tokens, batch):
 
 @pytest.mark.parametrize("name", ["GPTNeo", "GPTJ", "OPT"])
 def test_a_bridge_that_drops_pattern_edits_is_refused(name, batch):
-    with pytest.raises(errors.InterventionHasNoEffect, match="layer 0, 1, 2"):
+    with pytest.raises(errors.InterventionHasNoEffect, match=r'layer 0, 1, 2 .*kind="huggingface"'):
         eh.check_intervention(bridge(tiny(name)))
 
 
-@pytest.mark.parametrize("name", ["GPTJ", "OPT"])
+@pytest.mark.parametrize("name", ["GPTNeo", "GPTJ", "OPT"])
 def test_the_plain_model_takes_the_edits_its_bridge_drops(name, batch):
     eh.check_intervention(tiny(name))
-
-
-def test_a_plain_model_outside_the_attention_interface_is_refused():
-    with pytest.raises(errors.InterventionHasNoEffect, match="GPTNeoForCausalLM"):
-        eh.hooked(tiny("GPTNeo"))
 
 
 def test_output_projections_of_zeros_are_no_dropped_edit():

@@ -26,6 +26,7 @@ from emergent_heads.models.hooks import (
     at_positions,
     editing_input,
     editing_output,
+    keep_copy_in,
     keep_in,
     without_running,
 )
@@ -103,7 +104,7 @@ class PatchEngine:
                 stack.enter_context(editing_input(model.blocks[layer], keep_in(resid, layer)))
                 stack.enter_context(editing_output(model.attention[layer], keep_in(attention, layer)))
                 if self._parallel[layer]:
-                    stack.enter_context(editing_output(model.mlp[layer], keep_in(mlp, layer)))
+                    stack.enter_context(editing_output(model.mlp[layer], keep_copy_in(mlp, layer)))
             logits = model.logits_at(batch.tokens, batch.positions)
         layers = range(model.n_layers)
         model.check_all_seen(patterns, layers)
@@ -323,7 +324,7 @@ class PatchEngine:
             raise InterventionHasNoEffect(
                 f"editing the attention patterns of layer {listed(dead)} does not change the output of this "
                 f"{self._model.kind}: it uses its patterns before the hook is called, so patching it would do "
-                "nothing. Use the plain Hugging Face model, or another transformer-lens version"
+                f"nothing{self._model.way_out}"
             )
         return not still
 

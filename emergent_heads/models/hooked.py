@@ -74,6 +74,9 @@ class HookedModel(ABC):
     mlp: Sequence[Any]  # None where a block has no module of its own for it
     unembedding: nn.Module
 
+    way_out = ""
+    """End of a message that refuses edits of patterns: what to use instead."""
+
     def __init__(self) -> None:
         self._residual_checked = False
         self._engine: "PatchEngine | None" = None
@@ -347,6 +350,7 @@ class HookedModel(ABC):
             raise InterventionHasNoEffect(
                 f"no attention pattern can be read or edited at layer {listed(missing)} of this {self.kind}: its "
                 "attention does not go through the interface that the library hooks, so patching it would do nothing"
+                f"{self.way_out}"
             )
 
     def sample_tokens(self, n: int, length: int) -> Int[Tensor, "row pos"]:

@@ -73,6 +73,15 @@ def keep_in(found: dict[int, Tensor], layer: int) -> Callable[[Tensor], None]:
     return keep
 
 
+def keep_copy_in(found: dict[int, Tensor], layer: int) -> Callable[[Tensor], None]:
+    """As `keep_in`, for what the model may write over afterwards (Falcon adds to its MLP's output in place)."""
+
+    def keep(value: Tensor) -> None:
+        found[layer] = value.clone()
+
+    return keep
+
+
 def at_positions(
     values: Float[Tensor, "row pos width"], positions: Int[Tensor, " row"]
 ) -> Float[Tensor, "row 1 width"]:

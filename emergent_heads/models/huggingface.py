@@ -1,11 +1,14 @@
 """Plain Hugging Face causal language models, as they are: nothing of the model is replaced or renamed.
 
 transformers lets a model's attention run through a function registered by name. While the library reads or edits
-patterns, the model uses one that hands the pattern over; otherwise it uses its own (SDPA, say), at full speed.
+patterns, the model uses one that hands the pattern over; otherwise it uses its own (SDPA, say), at full speed. Where a
+model has no such choice, or computes something else by it, its own attention is run and intercepted
+(`own_attention.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,12 +18,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from emergent_heads.errors import InterventionHasNoEffect, UnsupportedModelError
-from emergent_heads.models.hooked import HookedModel, OnPattern
-from emergent_heads.models.hooks import editing_input, without_running
+from emergent_heads.models.hooked import HookedModel, OnPattern, listed
+from emergent_heads.models.hooks import editing_input, keep_in, without_running
+from emergent_heads.models.own_attention import Products, intercepted
 
 _NAME = "emergent_heads"
 _CALLBACK = "_emergent_heads_on_pattern"
 _MLP_NAMES = ("mlp", "feed_forward", "ffn")
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len")
 
 
 class HuggingFaceModel(HookedModel):
@@ -40,6 +45,8 @@ class HuggingFaceModel(HookedModel):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is no causal language model: load it with AutoModelForCausalLM"
             )
+        if getattr(config, "num_attention_heads", None) is None:
+            raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so no patterns to work with")
         self.kind = f"Hugging Face {type(model).__name__}"
         self._module = self._model = model
         self.unembedding = unembedding
@@ -47,19 +54,20 @@ class HuggingFaceModel(HookedModel):
         self.n_heads = config.num_attention_heads
         self.d_model = config.hidden_size
         self.vocabulary_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
-        self.context = getattr(config, "max_position_embeddings", None)
+        self.context = next((size for name in _CONTEXT_NAMES if (size := getattr(config, name, None))), None)
         self.tokenizer = tokenizer
         self.blocks = _block_list(model, self.n_layers)
+        self.runs_own_attention = False
         self.attention, self._projections = self._find_attention()
         self.mlp = [_first_child(block, _MLP_NAMES) for block in self.blocks]
 
     def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
         return self._model(input_ids=tokens, use_cache=False).logits
 
-    @contextmanager
-    def on_pattern(self, callback: OnPattern) -> Iterator[None]:
-        with _watched(self._model, self.attention, callback):
-            yield
+    def on_pattern(self, callback: OnPattern) -> AbstractContextManager[None]:
+        if self.runs_own_attention:
+            return self._intercepted(callback)
+        return _watched(self._model, {module: partial(callback, i) for i, module in enumerate(self.attention)})
 
     @contextmanager
     def on_z(self, layer: int, callback: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
@@ -69,8 +77,33 @@ class HuggingFaceModel(HookedModel):
     def project(self, layer: int, z: Float[Tensor, "*rows z"]) -> Float[Tensor, "*rows d_model"]:
         return self._projections[layer](z)
 
+    @contextmanager
+    def _intercepted(self, callback: OnPattern) -> Iterator[None]:
+        with _in_open_steps(self._model), intercepted(self.attention, self.n_heads, callback):
+            yield
+
+    # ---- where attention is ----
+
     def _find_attention(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Per layer, the module that computes attention and its output projection, found by running it once.
+        """Per layer, the module that computes attention and its output projection, found by running the model.
+
+        A registered function is used where the heads' outputs are the model's own with it; else the model's own
+        attention is intercepted.
+        """
+        self.runs_own_attention = not self._model._can_set_attn_implementation()
+        found = self._located()
+        if not self.runs_own_attention and not self._computes_its_own(*found):
+            self.runs_own_attention = True
+            found = self._located()
+        if self.runs_own_attention and not self._computes_its_own(*found):
+            raise UnsupportedModelError(
+                f"this {self.kind} computes something else when its attention patterns are looked at; load it with "
+                'attn_implementation="eager"'
+            )
+        return found
+
+    def _located(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules of every layer, by one pass.
 
         Names differ between architectures; what happens does not: the projection is the first submodule that the
         attention calls on the heads' outputs.
@@ -78,40 +111,81 @@ class HuggingFaceModel(HookedModel):
         attention: dict[int, nn.Module] = {}
         projections: dict[int, nn.Module] = {}
 
-        def on_pattern(layer: int, _pattern: Tensor, _values: Tensor) -> None:
-            attention[layer] = by_layer[layer]
+        def on_pattern(layer: int, module: nn.Module, pattern: Tensor, _values: Tensor) -> None:
+            if layer in attention:
+                raise UnsupportedModelError(f"layer {layer} of this {self.kind} has more than one attention")
+            if pattern.shape[1] != self.n_heads:
+                raise UnsupportedModelError(
+                    f"layer {layer} of this {self.kind} has {pattern.shape[1]} heads where its config says "
+                    f"{self.n_heads}"
+                )
+            attention[layer] = module
 
-        def note(layer: int, child: nn.Module) -> Callable[[Tensor], None]:
-            def called(_: Tensor) -> None:
-                if layer in attention and layer not in projections:
-                    projections[layer] = child
+        def on_child(layer: int, parent: nn.Module, child: nn.Module, _input: Tensor) -> None:
+            if attention.get(layer) is parent:
+                projections.setdefault(layer, child)
 
-            return called
-
-        candidates: list[Any] = [
-            module for block in self.blocks for module in block.modules() if hasattr(module, "layer_idx")
-        ]
-        by_layer: dict[int, nn.Module] = {module.layer_idx: module for module in candidates}
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        try:
-            with (
-                self.evaluating(),
-                _watched(self._model, candidates, on_pattern),
-                without_running(self.unembedding),
-                ExitStack() as stack,
-            ):
-                for layer, module in by_layer.items():
-                    for child in module.children():
+        with ExitStack() as stack:
+            for layer, block in enumerate(self.blocks):
+                for parent in block.modules():
+                    for child in parent.children():
                         if next(child.parameters(), None) is not None:
-                            stack.enter_context(editing_input(child, note(layer, child)))
-                self.run(tokens)
-        except (KeyError, ValueError) as error:
+                            stack.enter_context(editing_input(child, partial(on_child, layer, parent, child)))
+            stack.enter_context(self._watching_everything(on_pattern))
+            stack.enter_context(without_running(self.unembedding))
+            stack.enter_context(self.evaluating())
+            self.run(self.sample_tokens(1, 5))
+        if missing := [layer for layer in range(self.n_layers) if layer not in projections]:
             raise InterventionHasNoEffect(
-                f"the attention of this {self.kind} cannot be run by a function of the library's ({error}), so its "
-                "patterns cannot be read or edited"
-            ) from error
-        self.check_all_seen(projections, range(self.n_layers))
+                f"no attention pattern can be read or edited at layer {listed(missing)} of this {self.kind}: these "
+                "layers have no attention, or compute it by a kernel that makes no pattern"
+            )
         return [attention[i] for i in range(self.n_layers)], [projections[i] for i in range(self.n_layers)]
+
+    @contextmanager
+    def _watching_everything(self, on_pattern: Callable[[int, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+        """Calls `on_pattern` with (layer, module, pattern, values), whichever module of a block computes attention."""
+        modules = {module: layer for layer, block in enumerate(self.blocks) for module in block.modules()}
+        if not self.runs_own_attention:
+            with _watched(self._model, {module: partial(on_pattern, at, module) for module, at in modules.items()}):
+                yield
+            return
+        running: list[nn.Module] = []
+
+        def on_product(pattern: Tensor, values: Tensor) -> None:
+            if running:
+                on_pattern(modules[running[-1]], running[-1], pattern, values)
+
+        with _in_open_steps(self._model), ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(_noting_runs(module, running))
+            stack.enter_context(Products(self.n_heads, on_product))
+            yield
+
+    def _computes_its_own(self, attention: Sequence[nn.Module], projections: Sequence[nn.Module]) -> bool:
+        """Whether the heads' outputs, seen at the projections, are those of the model left alone."""
+        self.attention, self._projections = attention, projections
+
+        def z() -> dict[int, Tensor]:
+            found: dict[int, Tensor] = {}
+            with ExitStack() as stack:
+                for layer in range(self.n_layers):
+                    stack.enter_context(self.on_z(layer, keep_in(found, layer)))
+                self.run(self.sample_tokens(1, 7))
+            return found
+
+        with self.evaluating(), without_running(self.unembedding):
+            own = z()
+            with self.on_pattern(lambda *_: None):
+                watched = z()
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 5e-2
+        return all(_agree(watched[layer], own[layer], tolerance) for layer in range(self.n_layers))
+
+
+def _agree(found: Tensor, own: Tensor, tolerance: float) -> bool:
+    """Whether no number is off by more than a share of the largest; those of damaged weights are told elsewhere."""
+    largest = own.abs().nan_to_num(0, posinf=0).max()
+    return not bool(((found - own).abs() > tolerance * largest).any())
 
 
 def _block_list(model: PreTrainedModel, n_layers: int) -> Sequence[nn.Module]:
@@ -126,19 +200,47 @@ def _first_child(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, modules: Sequence[nn.Module], callback: OnPattern) -> Iterator[None]:
-    """The model's attention runs through `_watched_attention`, which calls `callback`."""
+def _noting_runs(module: nn.Module, running: list[nn.Module]) -> Iterator[None]:
+    """Puts the module at the end of `running` while it runs."""
+    handles = [
+        module.register_forward_pre_hook(lambda *_: running.append(module)),
+        module.register_forward_hook(lambda *_: running.remove(module)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _in_open_steps(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes attention by calls that torch hands over."""
+    own = model.config._attn_implementation
+    if own not in (None, "eager", "sdpa"):
+        model.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = own
+
+
+@contextmanager
+def _watched(
+    model: PreTrainedModel, callbacks: Mapping[nn.Module, Callable[[Tensor, Tensor], Tensor | None]]
+) -> Iterator[None]:
+    """The model's attention runs through `_watched_attention`, which calls the callback of the module it is in."""
     AttentionInterface.register(_NAME, _watched_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     own = model.config._attn_implementation or "eager"
-    for module in modules:
+    for module, callback in callbacks.items():
         object.__setattr__(module, _CALLBACK, callback)
     try:
         model.set_attn_implementation(_NAME)
         yield
     finally:
         model.set_attn_implementation(own)
-        for module in modules:
+        for module in callbacks:
             object.__delattr__(module, _CALLBACK)
 
 
@@ -165,6 +267,6 @@ def _watched_attention(
     if attention_mask is not None:
         scores = scores + attention_mask[..., : key.shape[2]]
     pattern = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    edited = getattr(module, _CALLBACK)(module.layer_idx, pattern, value)
+    edited = getattr(module, _CALLBACK)(pattern, value)
     pattern = pattern if edited is None else edited
     return (pattern @ value).transpose(1, 2).contiguous(), pattern

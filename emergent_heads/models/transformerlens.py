@@ -62,6 +62,10 @@ class BridgeModel(_TransformerLensModel):
     """A `TransformerBridge`: the Hugging Face model with hooked modules in place of its own."""
 
     kind = "TransformerBridge"
+    way_out = (
+        '. The plain Hugging Face model takes such edits: load it with kind="huggingface", or give the checkpoint of '
+        "a series itself, `series[step]`"
+    )
 
     @staticmethod
     def accepts(model: Any) -> bool:
