@@ -10,6 +10,13 @@ import pandas as pd
 from emergent_heads.storage import save_table
 
 
+def without_empty_marks(table: pd.DataFrame) -> pd.DataFrame:
+    """The table, without the column `known_issue` where it says nothing in any row."""
+    if "known_issue" in table and not table["known_issue"].astype(bool).any():
+        return table.drop(columns="known_issue")
+    return table
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Result:
     """Base of the results.
@@ -22,13 +29,20 @@ class Result:
     table: pd.DataFrame
     about: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
+    @property
+    def caution(self) -> str:
+        """What a headline adds where published weights with a known issue were used; else empty."""
+        said = [f"{model}: {mark}" for model, mark in (self.about.get("known_issues") or {}).items()]
+        more = f"; {len(said) - 3} more in .about" if len(said) > 3 else ""
+        return f" [{'; '.join(said[:3])}{more}]" if said else ""
+
     def headline(self) -> str:
         """One line that says what came out."""
         return type(self).__name__
 
     def shown(self) -> pd.DataFrame:
         """The part of the table that a repr shows."""
-        return self.table
+        return without_empty_marks(self.table)
 
     def save(self, path: Path | str) -> Path:
         """Writes `.table` as .csv, .parquet or .json by the suffix, and `.about` to `<path>.about.json`.

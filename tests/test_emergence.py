@@ -77,6 +77,11 @@ class FakeSeries:
         self.problems, self.error, self.weights = {}, error, weights
         self.loaded, self.evaluated = [], []
 
+    repository = None
+
+    def check_known_issues(self, step):
+        """Nothing is known."""
+
     def unload(self):
         self.loaded.append("unloaded")
 

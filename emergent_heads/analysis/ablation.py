@@ -40,11 +40,12 @@ from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.patching import check_choice
 from emergent_heads.analysis.probes import Probes, ProbeSeries
 from emergent_heads.analysis.subspaces import How, Moments, Removal, erasure, probe_removal
+from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
 from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, whole_number
 from emergent_heads.models.hooked import Answers, HookedModel, hooked
 from emergent_heads.models.residual_engine import Edit, Reads, ResidualEngine, ResidualTrace
-from emergent_heads.results import Result
+from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
 
@@ -86,7 +87,8 @@ class Ablation(Result):
     def headline(self) -> str:
         about = self.about
         said = "; ".join(_said(*of_feature) for of_feature in self.table.groupby("feature", sort=False))
-        return f"Ablation ({about['how']}) of {about['model']}, {about['n']} rows of {about['task_name']}: {said}"
+        where = f"{about['model']}, {about['n']} rows of {about['task_name']}"
+        return f"Ablation ({about['how']}) of {where}: {said}{self.caution}"
 
     def shown(self) -> pd.DataFrame:
         columns = ["feature", "edit", "exact_match", "loss_nats", "removed_norm", "removed_variance", "p_value"]
@@ -169,7 +171,7 @@ def ablate_features(
     controls = whole_number("controls", controls, least=0)
     n, n_reference = whole_number("n", n, least=1), whole_number("n_reference", n_reference, least=FEWEST_ROWS)
     probes = probes_of(model, probes)
-    name, model = model_name(model), hooked(model)
+    name, known, model = model_name(model), marks_of(model), hooked(model)
     chosen = choose_probed_features(task, probes, features, model)
     measured = Measured.open(model, task, probes, chosen, layers, n=n, n_reference=n_reference, seed=seed)
     others = _others(task, probes, features) if "other_features" in kinds else {}
@@ -198,6 +200,7 @@ def ablate_features(
         "left_out_places": measured.left_out,
         "shortcut": measured.engine.shortcut,
         "seed": seed,
+        "known_issues": known,
     }
     return _result(measured, plans, found, about, seed)
 
@@ -588,7 +591,7 @@ class AblationSeries(Result):
     """What the checkpoints of a series lose with a feature taken out.
 
     Attributes:
-        table: as that of `Ablation`, with the column `step` before.
+        table: as that of `Ablation`, with the column `step` before and `known_issue` (of the published weights) last.
         by_step: the ablation of each step, ascending.
         problems: steps passed over, with the reason.
     """
@@ -605,7 +608,8 @@ class AblationSeries(Result):
         )
 
     def shown(self) -> pd.DataFrame:
-        return self.table.loc[:, ["step", "feature", "edit", "exact_match", "loss_nats", "loss_p_value"]]
+        columns = ["step", "feature", "edit", "exact_match", "loss_nats", "loss_p_value", "known_issue"]
+        return without_empty_marks(self.table.loc[:, columns])
 
     def plot(self) -> "Figure":
         """Loss and exact match over the steps, without edit, with each feature taken out, and with the controls."""
@@ -655,5 +659,6 @@ def ablation_series(
     table = pd.concat([each.table.assign(step=step) for step, each in by_step.items()], ignore_index=True)
     table.insert(0, "step", table.pop("step"))
     first = next(iter(by_step.values()))
-    about = {**first.about, "series": series.name, "steps": list(by_step), "problems": problems}
-    return AblationSeries(table, by_step, problems=problems, about=about)
+    known = {name: mark for each in by_step.values() for name, mark in each.about["known_issues"].items()}
+    about = {**first.about, "series": series.name, "steps": list(by_step), "problems": problems, "known_issues": known}
+    return AblationSeries(mark_steps(table, series.repository), by_step, problems=problems, about=about)

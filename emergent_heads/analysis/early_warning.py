@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads.analysis.leads import FEWEST_SEEDS, Lead, at, lead_interval, read_runs
+from emergent_heads.analysis.leads import FEWEST_SEEDS, Lead, at, known_issues_of, lead_interval, read_runs
 from emergent_heads.analysis.probe_curves import ProbeCurve, choose_features, same_features
 from emergent_heads.analysis.probes import ProbeSeries
 from emergent_heads.analysis.quiet import classify_features
@@ -58,7 +58,7 @@ class EarlyWarning(Result):
         rank = _said(self.correlation, self.correlation_low, self.correlation_high)
         return (
             f"warning to transition: {between} steps; rank correlation {rank}; {n} seed{'s' * (n > 1)}; "
-            f"features: {', '.join(self.features)}"
+            f"features: {', '.join(self.features)}{self.caution}"
         )
 
     def __repr__(self) -> str:
@@ -114,7 +114,13 @@ def early_warning(
         **dict(zip(("steps_between", "steps_low", "steps_high"), map(_known, between), strict=True)),
         **dict(zip(("correlation", "correlation_low", "correlation_high"), map(_known, ranks), strict=True)),
         caveats=tuple(_warning_caveats(table)),
-        about={**transition.about, "analysis": "early warning", "features": chosen, "seed": seed},
+        about={
+            **transition.about,
+            "analysis": "early warning",
+            "features": chosen,
+            "seed": seed,
+            "known_issues": known_issues_of(probes),
+        },
     )
 
 

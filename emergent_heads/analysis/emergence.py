@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 from emergent_heads import plots
 from emergent_heads.analysis.evaluation import SeriesEvaluations
 from emergent_heads.analysis.search import STRATEGIES, Found, Strategy, persistent_place, search
+from emergent_heads.checkpoints.known_issues import is_grave, marks_in
 from emergent_heads.errors import ArgumentError, CheckpointError, EmergenceError, nearest
-from emergent_heads.results import Result
+from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.statistics import censored_median, restricted_mean, share_interval
 from emergent_heads.tasks.task import PromptTask
 
@@ -38,7 +39,8 @@ class EmergencePoint(Result):
     Attributes:
         table: one row per checkpoint evaluated, by step. From models: `share_matched` with its exact interval,
             `p_target` (mean) with its bootstrap interval, mean `log_p_target_nats`, median `rank` of the target,
-            `n_prompts`, `reused` (kept from an earlier call), `passed`. From a table of scores: `score`, `passed`.
+            `n_prompts`, `reused` (kept from an earlier call), `known_issue` (of the published weights), `passed`. From
+            a table of scores: `score`, `passed`.
         series: name of the series.
         task: name of the task.
         status: "emerged", "never" (nothing the search asked for passes) or "from the start" (the first usable
@@ -135,7 +137,8 @@ class EmergenceTable(Result):
         table: one row per series and task: `series`, `size`, `seed`, `task`, `status`, `pre`, `post`, `midpoint`,
             `first_crossing`, `persistent_crossing`, `persistent`, `steps_to_emergence` (the midpoint; the first step
             if there from the start; the last step if never, and then `censored`), `censored`, `last_step` (the last
-            checkpoint evaluated), `n_evaluated`, `n_problems`.
+            checkpoint evaluated), `n_evaluated`, `n_problems`, `known_issue` (of the published weights of `pre` and
+            `post`).
         points: the point of emergence behind each row.
     """
 
@@ -161,8 +164,8 @@ class EmergenceTable(Result):
         return f"points of emergence of {self.table['series'].nunique()} series: {said}"
 
     def shown(self) -> pd.DataFrame:
-        kept = ["series", "task", "status", "pre", "post", "persistent_crossing", "n_evaluated"]
-        return self.table.loc[:, kept]
+        kept = ["series", "task", "status", "pre", "post", "persistent_crossing", "n_evaluated", "known_issue"]
+        return without_empty_marks(self.table.loc[:, kept])
 
     def plot(self) -> "Figure":
         """Steps to emergence against size: a dot per series, crosses for never, the restricted mean as a line."""
@@ -395,10 +398,11 @@ def _point(
         "threshold": threshold,
         "strategy": strategy,
         "n_checkpoints": len(steps),
-        "caveats": tuple(_caveats(found, steps, strategy, first)),
+        "caveats": (*_caveats(found, steps, strategy, first), *_grave(table, (pre, post))),
         "problems": dict(problems),
     }
-    return EmergencePoint(table, **said, about={"analysis": "emergence", **said})
+    known = marks_in([(series, table)])
+    return EmergencePoint(table, **said, about={"analysis": "emergence", **said, "known_issues": known})
 
 
 def _caveats(found: Found, steps: Sequence[int], strategy: Strategy, first_crossing: int | None) -> Iterable[str]:
@@ -419,6 +423,20 @@ def _caveats(found: Found, steps: Sequence[int], strategy: Strategy, first_cross
     usable = [place for place, answer in found.answers.items() if answer is not None]
     if after := [place for place in unusable if place > max(usable)]:
         yield f"the last checkpoints could not be used: {_named(after, steps)}"
+
+
+def _grave(table: pd.DataFrame, steps: Sequence[int | None]) -> Iterable[str]:
+    for step, mark in _marks(table, steps).items():
+        if is_grave(mark):
+            yield f"the crossing rests on step {step}, whose published weights are not to be trusted ({mark})"
+
+
+def _marks(table: pd.DataFrame, steps: Sequence[int | None]) -> dict[int, str]:
+    """What is known of those of the steps that have something."""
+    if "known_issue" not in table:
+        return {}
+    rows = table.loc[table["step"].isin([step for step in steps if step is not None]) & (table["known_issue"] != "")]
+    return dict(zip(rows["step"].astype(int), rows["known_issue"], strict=True))
 
 
 def _named(places: Sequence[int], steps: Sequence[int]) -> str:
@@ -446,6 +464,7 @@ def _row(point: EmergencePoint, *, size: object, seed: object) -> dict[str, obje
         "last_step": last_step,
         "n_evaluated": len(point.table),
         "n_problems": len(point.problems),
+        "known_issue": "; ".join(dict.fromkeys(_marks(point.table, (point.pre, point.post)).values())),
     }
 
 

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from emergent_heads import plots
+from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
 from emergent_heads.errors import ArgumentError, CheckpointError, NotFiniteError, UnsafeWeightsError
 from emergent_heads.results import Result
 from emergent_heads.statistics import Interval, bootstrap_mean, share_interval
@@ -58,7 +60,7 @@ class Evaluation(Result):
         return (
             f"{self.task} in {self.model}: {self.table['matched'].sum()} of {len(self.table)} prompts matched "
             f"({share.value:.2f}, 95 % interval {share.low:.2f} to {share.high:.2f}), "
-            f"mean p(target) {p.value:.3f}{spread}"
+            f"mean p(target) {p.value:.3f}{spread}{self.caution}"
         )
 
 
@@ -83,7 +85,13 @@ def evaluate(model: "Checkpoint | HookedModel | object", task: PromptTask, *, ba
     batch = _batch_for(task, the_model)
     name = model_name(model)
     table = evaluate_batch(the_model, batch, name=name, batch_size=batch_size)
-    about = {"analysis": "evaluate", "model": name, "task": task.name, "prompts_key": batch.key}
+    about = {
+        "analysis": "evaluate",
+        "model": name,
+        "task": task.name,
+        "prompts_key": batch.key,
+        "known_issues": marks_of(model),
+    }
     return Evaluation(table, name, task.name, about=about)
 
 
@@ -183,7 +191,8 @@ class SeriesEvaluations:
 
     def table(self, task: int) -> pd.DataFrame:
         """What was measured for the task of that index, one row per usable checkpoint, by step."""
-        return pd.DataFrame([rows[task] for _, rows in sorted(self._rows.items()) if rows is not None])
+        rows = [rows[task] for _, rows in sorted(self._rows.items()) if rows is not None]
+        return mark_steps(pd.DataFrame(rows), self.series.repository)
 
     def problems(self) -> dict[int, str]:
         """What is wrong with the checkpoints met so far."""
@@ -205,6 +214,7 @@ class SeriesEvaluations:
         rows = []
         for batch in self._batches:
             key = _kept_key(self.series, step, batch)
+        self.series.check_known_issues(step)  # also where all is reused
             table = self._kept.get(key)
             reused = table is not None
             if table is None:

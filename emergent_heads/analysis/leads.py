@@ -16,6 +16,7 @@ from emergent_heads.analysis.transition import (
     as_list,
     find_transition,
 )
+from emergent_heads.checkpoints.known_issues import marks_in
 from emergent_heads.errors import ArgumentError
 from emergent_heads.statistics import Interval, bootstrap_median
 
@@ -67,6 +68,12 @@ def lead_interval(steps: pd.Series, least: pd.Series, most: pd.Series, seed: int
     return Interval(
         float(np.median(value)), bootstrap_median(low, seed=seed).low, bootstrap_median(high, seed=seed).high
     )
+
+
+def known_issues_of(probes: ProbeSeries | Sequence[ProbeSeries]) -> dict[str, str]:
+    """What is known of the published weights that were probed, for a result's `.about`."""
+    runs = [probes] if isinstance(probes, ProbeSeries) else probes
+    return marks_in((each.about.get("series", "a series"), each.table) for each in runs)
 
 
 def read_runs(

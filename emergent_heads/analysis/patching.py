@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from emergent_heads.analysis.evaluation import model_name
+from emergent_heads.checkpoints.known_issues import marks_of
 from emergent_heads.errors import ArgumentError, ModelMismatchError, PromptError
 from emergent_heads.models.engine import Head, Trace
 from emergent_heads.models.hooked import Answers, HookedModel, hooked
@@ -121,6 +122,7 @@ def head_patterns(
         batch: the prompts.
         heads: `(layer, head)`.
         shape: numbers of layers and of heads per layer that the model must have.
+        "known_issues": marks_of(pre, post),
 
     Raises:
         ModelMismatchError: the model has other numbers of layers or heads.

@@ -22,6 +22,7 @@ from emergent_heads.analysis.probe_data import Features, ProbeData, Site, Target
 from emergent_heads.analysis.probe_fits import Fit, FitKey, Fitting, Starts
 from emergent_heads.analysis.probe_folder import ProbeFolder
 from emergent_heads.analysis.readout_scores import Scores
+from emergent_heads.checkpoints.known_issues import mark_of, mark_steps, marks_in, marks_of
 from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import (
     ArgumentError,
@@ -33,7 +34,7 @@ from emergent_heads.errors import (
 )
 from emergent_heads.models.hooked import EMBEDDING, HookedModel, hooked
 from emergent_heads.models.untrained import untrained
-from emergent_heads.results import Result
+from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
 
@@ -166,7 +167,7 @@ class Probes(Result):
         n = len(self.best)
         return (
             f"Probes: {self.about.get('model', 'a model')}, {self.about.get('task_name', 'a task')}, "
-            f"{len(self.features)} feature(s) at {n} place(s), best layers:"
+            f"{len(self.features)} feature(s) at {n} place(s){self.caution}, best layers:"
         )
 
     def shown(self) -> pd.DataFrame:
@@ -186,7 +187,7 @@ class ProbeSeries(Result):
     """Probes of the checkpoints of a series.
 
     Attributes:
-        table: as that of `Probes`, with the column `step` before.
+        table: as that of `Probes`, with the column `step` before and `known_issue` (of the published weights) last.
         by_step: the probes of each step, ascending.
         problems: steps passed over, with the reason.
     """
@@ -223,8 +224,10 @@ class ProbeSeries(Result):
 
     def shown(self) -> pd.DataFrame:
         best = self.table.loc[self.table["is_best"]]
-        means = best.groupby(["step", "feature"], sort=False)[["loss", "baseline_loss"]].mean().reset_index()
-        return means.assign(share_removed=1 - means["loss"] / means["baseline_loss"])
+        keys = ["step", "feature", "known_issue"]
+        means = best.groupby(keys, sort=False)[["loss", "baseline_loss"]].mean().reset_index()
+        means.insert(4, "share_removed", 1 - means["loss"] / means["baseline_loss"])
+        return without_empty_marks(means)
 
     def plot(self) -> "Figure":
         """Share of the strongest baseline's loss that the best layer's probe removes: step and place per feature."""
@@ -346,6 +349,7 @@ def fit_probes(
         baselines = _baselines(the_model, data, fitting, settings.n_untrained, bar.update)
         fits = fitting.fit(the_model, data, shuffled=True, done=bar.update)
     about = {**_about(task, chosen, settings, data), "analysis": "fit_probes", "model": model_name(model)}
+    about["known_issues"] = marks_of(model)
     return _probes(fits, data, baselines, about, chosen)
 
 
@@ -405,6 +409,11 @@ def probe_series(
     start: Starts | None = None
     for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, disable=not progress):
         identity = series.identity(step)
+        try:
+            series.check_known_issues(step)  # also where its probes are kept
+        except CheckpointError as error:
+            problems[step] = str(error)
+            continue
         kept = None if folder is None else folder.read(step, identity)
         if kept is not None:
             by_step[step] = _unpacked(*kept, about)
@@ -558,9 +567,12 @@ def _series(by_step: Mapping[int, Probes], about: Mapping[str, Any], problems: M
         table = probes.table.copy()
         table.insert(0, "step", step)
         tables.append(table)
-        model = f"{about['series']} at step {step}"
-        named[step] = replace(probes, about={**probes.about, "model": model, "step": step})
-    return ProbeSeries(pd.concat(tables, ignore_index=True), named, problems=dict(problems), about=about)
+        model, mark = f"{about['series']} at step {step}", mark_of(about.get("repository"), step)
+        known = {"known_issues": {model: mark} if mark else {}}
+        named[step] = replace(probes, about={**probes.about, "model": model, "step": step, **known})
+    joined = mark_steps(pd.concat(tables, ignore_index=True), about.get("repository"))
+    known = {"known_issues": marks_in([(about["series"], joined)])}
+    return ProbeSeries(joined, named, problems=dict(problems), about={**about, **known})
 
 
 # ---- probes as arrays, to be kept ----

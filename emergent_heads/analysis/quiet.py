@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from emergent_heads.analysis.leads import FEWEST_SEEDS, Lead, at, lead_interval, read_runs
+from emergent_heads.analysis.leads import FEWEST_SEEDS, Lead, at, known_issues_of, lead_interval, read_runs
 from emergent_heads.analysis.probe_curves import FeatureCurves, same_features
 from emergent_heads.analysis.probes import ProbeSeries
 from emergent_heads.analysis.transition import Crossing, HasLossRange, Transition
@@ -78,7 +78,7 @@ class QuietFeatures(Result):
 
     def headline(self) -> str:
         said = [f"{verdict}: {', '.join(names)}" for verdict in _VERDICTS if (names := self.named(verdict))]
-        return f"{'; '.join(said)} ({self.transition.headline()})"
+        return f"{'; '.join(said)} ({self.transition.headline()}){self.caution}"
 
     def shown(self) -> pd.DataFrame:
         columns = ["feature", "verdict", "n_seeds", "lead_steps", "lead_low", "lead_high", "order", "rise", "reason"]
@@ -147,7 +147,13 @@ def classify_features(
         places=by_place,
         curves=pd.concat(lines, ignore_index=True),
         transition=transition,
-        about={**transition.about, "analysis": "quiet features", "least_share": least_share, "seed": seed},
+        about={
+            **transition.about,
+            "analysis": "quiet features",
+            "least_share": least_share,
+            "seed": seed,
+            "known_issues": known_issues_of(probes),
+        },
     )
 
 

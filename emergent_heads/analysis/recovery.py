@@ -50,7 +50,7 @@ class RecoveryCurve(Result):
         about = self.about
         return (
             f"RecoveryCurve: {about['pre']} -> {about['post']}, {about['n_prompts']} prompts of {about['task_name']}; "
-            f"p {about['p_pre']:.3f} -> {about['p_post']:.3f}"
+            f"p {about['p_pre']:.3f} -> {about['p_post']:.3f}{self.caution}"
         )
 
     def shown(self) -> pd.DataFrame:

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from emergent_heads import plots
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.pattern_scores import pattern_scores
+from emergent_heads.checkpoints.known_issues import mark_steps
 from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import ArgumentError, CheckpointError, NotFiniteError, UnsafeWeightsError
 from emergent_heads.models.engine import Head
@@ -27,7 +28,7 @@ class HeadTrajectories(Result):
 
     Attributes:
         table: one row per step and head: `step`, `layer`, `head`, the pattern scores (mean over prompts), and the
-            task's `p_target` and `share_matched` at that step.
+            task's `p_target` and `share_matched` at that step, and `known_issue` (of the published weights).
         problems: steps passed over, with the reason.
     """
 
@@ -74,7 +75,7 @@ def head_trajectories(
         except (CheckpointError, NotFiniteError) as error:
             problems[step] = str(error)
     about = {"series": series.name, "task": repr(task), "task_name": task.name, "heads": pairs}
-    return HeadTrajectories(pd.DataFrame(rows), problems, about=about)
+    return HeadTrajectories(mark_steps(pd.DataFrame(rows), series.repository), problems, about=about)
 
 
 def _at_step(model: HookedModel, task: PromptTask, heads: Sequence[Head], step: int) -> list[dict[str, float]]:

@@ -25,6 +25,7 @@ from emergent_heads.analysis.subspaces import (
     probe_removal,
     random_bases,
 )
+from emergent_heads.checkpoints.known_issues import marks_of
 from emergent_heads.errors import ModelMismatchError, whole_number
 from emergent_heads.models.hooked import Answers, hooked
 from emergent_heads.models.residual_engine import Edit, ResidualTrace
@@ -64,7 +65,7 @@ class Transplant(Result):
                 f"{feature}: loss {loss['pre']:.3f} -> {loss['transplanted']:.3f} nats (post {loss['post']:.3f}"
                 f"{'; controls: ' if beside else ''}{beside})"
             )
-        return f"Transplant: {self.about['post']} into {self.about['pre']}, {'; '.join(said)}"
+        return f"Transplant: {self.about['post']} into {self.about['pre']}, {'; '.join(said)}{self.caution}"
 
     def shown(self) -> pd.DataFrame:
         return self.table.loc[:, ["feature", "edit", "exact_match", "loss_nats", "changed_norm", "loss_p_value"]]
@@ -134,6 +135,7 @@ def transplant_features(
         "n": len(of_pre.test),
         "n_reference": len(of_pre.reference),
         "seed": seed,
+        "known_issues": marks_of(pre, post),
     }
     return _result(of_pre, post_reference, drawn, pre_scores, post_scores, scores, about, seed)
 

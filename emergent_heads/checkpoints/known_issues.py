@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from emergent_heads.errors import KnownBadCheckpointError, KnownIssueWarning
 
@@ -166,12 +166,21 @@ def known_issues(repository: str | None = None) -> "pd.DataFrame":
     return pd.DataFrame(rows, columns=columns)
 
 
-def mark_steps(table: "pd.DataFrame", series: Any) -> "pd.DataFrame":
-    """The table with the column `known_issue` last: of the row's `step` in `series`, "" where nothing is known."""
-    marks = (
-        {step: series.known_issue(step) or "" for step in dict.fromkeys(table["step"].tolist())} if len(table) else {}
-    )
-    return table.assign(known_issue=[marks[step] for step in table["step"]] if len(table) else "")
+def mark_of(repository: str | None, step: int) -> str:
+    """What is known of a step, in short: "wrong weights: EleutherAI/pythia#205"; "" where nothing is."""
+    issue = issue_to_mark(repository, step)
+    return issue.mark if issue else ""
+
+
+def mark_steps(table: "pd.DataFrame", repository: str | None) -> "pd.DataFrame":
+    """The table with the column `known_issue` last: of the row's `step`, "" where nothing is known."""
+    steps = table["step"] if len(table) else ()
+    return table.assign(known_issue=[mark_of(repository, int(step)) for step in steps])
+
+
+def is_grave(mark: str) -> bool:
+    """Whether a mark says that the weights are wrong or in doubt."""
+    return mark.partition(":")[0] in _WARNED
 
 
 def marks_of(*models: object) -> dict[str, str]:

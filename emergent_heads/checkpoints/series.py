@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from emergent_heads.checkpoints.directory import DirectorySource
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
-from emergent_heads.checkpoints.known_issues import issue_to_mark, issues_of, met
+from emergent_heads.checkpoints.kinds import default_kind
+from emergent_heads.checkpoints.known_issues import issue_to_mark, issues_of, mark_of, met
 from emergent_heads.checkpoints.run import CHECKPOINTS, RunSource, is_small_run, read_manifest
 from emergent_heads.errors import ArgumentError, CheckpointError, KnownBadCheckpointError, UnknownStepError
 from emergent_heads.storage import KeptTables, cache_folder
@@ -239,6 +240,11 @@ class CheckpointSeries:
         return KeptTables.open(None if isinstance(self.source, LoaderSource) else cache_folder() / "evaluations")
 
     @property
+    @property
+    def repository(self) -> str | None:
+        """Where on the hub the checkpoints come from; None for those on the disk."""
+        return getattr(self.source, "repository", None)
+
     def first(self) -> Checkpoint:
         return Checkpoint(self, self.steps[0])
 
@@ -274,8 +280,7 @@ class CheckpointSeries:
 
         None where nothing is known, which proves nothing. `emergent_heads.known_issues` has the details.
         """
-        issue = issue_to_mark(self._repository, step)
-        return issue and issue.mark
+        return mark_of(self.repository, step) or None
 
     def check_known_issues(self, step: int) -> None:
         """Warns where the weights of `step` are known to be wrong, once per issue; every use of a step begins so.
@@ -283,7 +288,7 @@ class CheckpointSeries:
         Raises:
             KnownBadCheckpointError: they are, and `allow_known_bad` is False; also noted in `problems`.
         """
-        issue = issue_to_mark(self._repository, step)
+        issue = issue_to_mark(self.repository, step)
         if issue is not None and issue.warns:
             try:
                 met(issue, self.name, step, allowed=self.allow_known_bad, warned=self._warned)
@@ -400,11 +405,6 @@ class CheckpointSeries:
         with self._noting_problems(step), _fetched(self.source, step):
             return load_tokenizer(*self.source.tokenizer_folders(step))
 
-    @property
-    def _repository(self) -> str | None:
-        """Where published checkpoints come from, on the hub."""
-        return getattr(self.source, "repository", None)
-
     @contextmanager
     def _noting_problems(self, step: int) -> Iterator[None]:
         """Names series, step and place in errors about the weights, and notes them in `problems`."""
@@ -416,7 +416,7 @@ class CheckpointSeries:
 
     def _noted(self, step: int, error: CheckpointError) -> CheckpointError:
         """The error with series, step and place in it, after it was noted in `problems`."""
-        missing = [issue for issue in issues_of(self._repository, step) if issue.kind == "missing"]
+        missing = [issue for issue in issues_of(self.repository, step) if issue.kind == "missing"]
         known = f"; known since {missing[0].reported}: {missing[0].report}" if missing else ""
         self.problems[step] = f"step {step} of {self.name} ({self.source.where(step)}): {error}{known}"
         return type(error)(self.problems[step])

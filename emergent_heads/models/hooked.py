@@ -77,6 +77,9 @@ class HookedModel(ABC):
     way_out = ""
     """End of a message that refuses edits of patterns: what to use instead."""
 
+    is_remote = False
+    """Whether it is run elsewhere, by requests: then whole batches are asked for at once, and no hooks can be set."""
+
     def __init__(self) -> None:
         self._residual_checked = False
         self._engine: "PatchEngine | None" = None
@@ -227,6 +230,11 @@ class HookedModel(ABC):
             self._residual_engine = ResidualEngine(self)
         return self._residual_engine
 
+    def foresee_patches(  # noqa: B027 - only a remote model has anything to do
+        self, patterns: Sequence[Float[Tensor, "prompt head dest src"]], rows: str, batch_size: int | None
+    ) -> None:
+        """Says that after the next trace every head will be patched alone: a remote model does it on the way."""
+
     def logits_with_patterns(
         self,
         tokens: Int[Tensor, "prompt pos"],
@@ -370,23 +378,31 @@ class HookedModel(ABC):
         return layers
 
 
-def hooked(model: Any, tokenizer: Any = None) -> HookedModel:
+def hooked(model: Any, tokenizer: Any = None, *, remote: bool | str = False) -> HookedModel:
     """The one interface for a model of any supported kind.
 
     Args:
         model: a `HookedTransformer`, a `TransformerBridge`, a Hugging Face causal language model, a `SmallModel`, an
             nnsight model around one of them, a checkpoint of a series, or something this function returned before.
         tokenizer: a transformers tokenizer, where the model carries none.
+        remote: for an nnsight model only, what nnsight takes: True has its server run everything, by one request for
+            each of the two models of a ranking, and loads no weights here; see `models.nnsight.RemoteModel` for what
+            a model offers then.
 
     Raises:
+        ArgumentError: `remote` for something else than an nnsight model that a server knows.
         UnsupportedModelError: none of these.
     """
-    if isinstance(model, HookedModel):
-        return model
     from emergent_heads.models import nnsight
 
     if nnsight.comes_from_nnsight(model):  # before attributes are asked for: it passes them on to its module
-        return nnsight.wrapped(model, tokenizer)
+        return nnsight.RemoteModel(model, tokenizer, remote=remote) if remote else nnsight.wrapped(model, tokenizer)
+    if remote:
+        raise ArgumentError(
+            f"remote={remote!r}: only an nnsight model can be run remotely, not a {type(model).__name__}"
+        )
+    if isinstance(model, HookedModel):
+        return model
     if callable(getattr(model, "hooked", None)):
         return model.hooked()
     from emergent_heads.models import hooked_small, huggingface, transformerlens
