@@ -185,7 +185,9 @@ def rank_heads(
         PromptError: a prompt cannot be used, or none is flipped.
     """
     check_choice("method", method, ("exact", "screen"))
-    pair = open_pair(pre, post, task, prompts=prompts, rows=rows)
+    pair = open_pair(
+        pre, post, task, prompts=prompts, rows=rows, every_head=method == "exact", batch_size=batch_size
+    )
     about = {**pair.about, "method": method, "seed": seed}
     n_layers, n_heads = pair.model.n_layers, pair.model.n_heads
     chosen, columns = np.ones((n_layers, n_heads), bool), {}

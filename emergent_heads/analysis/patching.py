@@ -56,7 +56,16 @@ class Pair:
             yield slice(piece[0], piece[-1] + 1), trace, [p[piece].to(self.model.device) for p in self.post_patterns]
 
 
-def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", rows: str = "all") -> Pair:
+def open_pair(
+    pre: Any,
+    post: Any,
+    task: PromptTask,
+    *,
+    prompts: str = "all",
+    rows: str = "all",
+    every_head: bool = False,
+    batch_size: int | None = None,
+) -> Pair:
     """Runs both models over the task's prompts; the later one first, so that one resident model serves both.
 
     Args:
@@ -65,6 +74,9 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
         task: the capability.
         prompts: "all", or "flipped" for those that pre gets wrong and post right.
         rows: "all" or "last", checked here and kept in `.about`.
+        every_head: every head will be patched alone, which a model that is run remotely does by the request of its
+            first pass.
+        batch_size: largest number of sequences run together then.
 
     Raises:
         ModelMismatchError: the models have different shapes.
@@ -78,6 +90,8 @@ def open_pair(pre: Any, post: Any, task: PromptTask, *, prompts: str = "all", ro
     after, post_patterns = _joined(later.answers_and_patterns(batch.select(piece)) for piece in _pieces(later, batch))
     model = hooked(pre)  # from here on `later` may hold pre's weights
     _check_same_shape(model.shape, shape)
+    if every_head:
+        model.foresee_patches(post_patterns, rows, batch_size)
     traces = (model.engine.trace(batch.select(piece)) for piece in _pieces(model, batch))
     whole = next(traces) if len(_pieces(model, batch)) == 1 else None
     before, pre_patterns = _joined((trace.answers, trace.patterns) for trace in ([whole] if whole else traces))
@@ -160,6 +174,8 @@ def _joined(
 def _pieces(model: HookedModel, batch: PromptBatch) -> list[np.ndarray]:
     """Row numbers of the prompts, in pieces whose traces fit into memory."""
     n, length = batch.tokens.shape
+    if model.is_remote:
+        return [np.arange(n)]
     per_prompt = length * model.n_layers * (4 * model.d_model + model.n_heads * length)
     return np.array_split(np.arange(n), -(-n * per_prompt // _TRACE_ELEMENTS))
 
