@@ -399,6 +399,7 @@ def probe_series(
     fitting = settings.fitting(model)
     data = draw_data(task, chosen, model, n_train=n_train, n_test=n_test, seed=seed)
     about = {**_about(task, chosen, settings, data), "analysis": "probe_series", "series": series.name}
+    about["repository"] = series.repository
     folder = None if path is None else ProbeFolder.open(path, about)
     baselines = None if folder is None else folder.baselines
     if baselines is None:
@@ -408,12 +409,12 @@ def probe_series(
     by_step: dict[int, Probes] = {}
     start: Starts | None = None
     for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, disable=not progress):
-        identity = series.identity(step)
         try:
             series.check_known_issues(step)  # also where its probes are kept
         except CheckpointError as error:
             problems[step] = str(error)
             continue
+        identity = series.identity(step)
         kept = None if folder is None else folder.read(step, identity)
         if kept is not None:
             by_step[step] = _unpacked(*kept, about)
