@@ -88,7 +88,7 @@ class Source:
     suite: Name = None
     """published run, such as pythia-160m; "emergent-heads suites" lists them"""
     seed: Number = None
-    """seed of the suite's run (0 if left out)"""
+    """seed of the suite's run (its first if left out)"""
     hub: Annotated[str | None, _unset("REPO")] = None
     """Hugging Face repository whose revisions carry the step"""
     pattern: Annotated[str | None, _unset("P")] = None
@@ -119,7 +119,7 @@ class Source:
         _check_device(self.device)
         fetching: dict[str, Any] = {"cache": self.cache, "disk_budget_gb": self.disk_budget_gb, "device": self.device}
         if self.suite is not None:
-            return suite(self.suite, self.seed or 0, **fetching)
+            return suite(self.suite, self.seed, **fetching)
         if self.hub is not None:
             return CheckpointSeries.from_hub(self.hub, self.pattern or "step{step}", **fetching)
         if self.directory is not None:
@@ -184,7 +184,7 @@ class Suites:
         if self.out:
             check_writable(self.out)
         table = suites()
-        _print_table(table)
+        print(_suites_shown(table))
         if self.out:
             _say(f"wrote {save_table(table, self.out, {'command_line': line})}")
 
@@ -1000,6 +1000,18 @@ def _print_result(result: "Result") -> None:
     _print_table(result.shown())
     for caveat in getattr(result, "caveats", ()):
         print(f"note: {caveat}")
+
+
+def _suites_shown(table: "pd.DataFrame") -> str:
+    """The table of suites in 100 columns; the repository comes last, as its length varies most."""
+    known = table["steps"].notna()
+    steps = (table["steps"].astype(str) + " to " + table["last"].astype(str)).where(known, "ask the hub")
+    columns = {"name": table["name"], "seeds": table["seeds"], "checkpoints": steps}
+    columns["repository of the first seed"] = table["repository"]
+    padded = [
+        [cell.ljust(max(map(len, [head, *cells]))) for cell in [head, *cells]] for head, cells in columns.items()
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
 
 
 def _print_table(table: "pd.DataFrame") -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from emergent_heads.checkpoints.suites import PYTHIA_STEPS, PYTHIA_V0_STEPS, STANFORD_STEPS, SUITES, suite, suites
@@ -61,11 +62,29 @@ def test_size_and_seed_are_known():
 
 def test_the_table_lists_every_suite():
     table = suites()
-    assert list(table.columns) == ["name", "repository", "seeds", "steps", "first", "last"]
-    assert len(table) == 10 + 3 * 8 + 2 + 2
-    row = table.set_index("name").loc["pythia-160m"]
-    assert list(row) == ["EleutherAI/pythia-160m", "0-9", 154, 0, 143000]
-    assert len(all_repositories()) == 10 + 5 * 9 + 3 * 8 + 6 + 10
+    rows = table.set_index("name").to_dict("index")
+    assert list(rows) == list(SUITES)
+    assert sum(name.startswith(("pythia", "stanford")) for name in rows) == 10 + 3 * 8 + 2 + 2
+    assert rows["pythia-160m"] == {
+        "repository": "EleutherAI/pythia-160m",
+        "seeds": "0-9",
+        "steps": 154,
+        "first": 0,
+        "last": 143000,
+        "counted": "steps",
+        "tokens_seen": "per step",
+        "tokens_per_step": 2097152,
+    }
+    assert rows["olmo-2-13b-stage2"]["seeds"] == "1-4"
+    assert pd.isna(rows["olmo-2-13b-stage2"]["steps"])
+    assert {name: rows[name]["tokens_seen"] for name in ("olmo-1b", "gelu-1l", "amber-7b", "stanford-gpt2-small")} == {
+        "olmo-1b": "name",
+        "gelu-1l": "number",
+        "amber-7b": "unknown",
+        "stanford-gpt2-small": "unknown",
+    }
+    old = {repository for repository in all_repositories() if repository.startswith(("EleutherAI/", "stanford-crfm/"))}
+    assert len(old) == 10 + 5 * 9 + 3 * 8 + 6 + 10
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,12 @@ class HubRepository:
         folder = self._snapshot(commit)
         if has_tokenizer(folder):
             return folder
-        if _offline():
+        if offline():
             raise self._not_here(f"the tokenizer of {self.repository}")
         sizes = self._sizes(MAIN, commit)
         for name in ("config.json", *TOKENIZER_NAMES):  # the config may be what tells the tokenizer's class
             if name in sizes:
-                self._download(name, MAIN, MAIN, {"cache_dir": _hub_cache()})
+                self._download(name, MAIN, MAIN, in_hub_cache())
         return folder if has_tokenizer(folder) else None
 
     # which revisions there are
@@ -87,7 +87,7 @@ class HubRepository:
     @cached_property
     def _commits(self) -> Mapping[str, str]:
         """Revision -> commit, from the hub in one call; offline those in the local cache."""
-        if _offline():
+        if offline():
             return self._local_commits()
         refs = self._ask(None, lambda: self._api().list_repo_refs(self.repository))
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
@@ -106,7 +106,7 @@ class HubRepository:
         commit = self._commits.get(revision)
         if commit is not None:
             return commit
-        if _offline():
+        if offline():
             raise self._not_here(f"{self.repository}, revision {revision}")
         raise CheckpointError("the hub has no such revision")
 
@@ -130,6 +130,20 @@ class HubRepository:
         """What the checkpoints in our own store are called -> folder."""
         return {marker.read_text(): marker.parent for marker in self._own_store().glob(f"*/{_MARKER}")}
 
+    def _own_copy(self, key: str) -> Path | None:
+        """The folder of a checkpoint in our own store if it is whole, as used just now."""
+        return _touched(folder) if (folder := self._own_folder(key)).is_dir() and _is_marked_whole(folder) else None
+
+    def _mark_whole(self, place: Mapping[str, Any], called: str) -> None:
+        """Says that a checkpoint has been fetched completely, if it is in our own store."""
+        if "local_dir" in place:
+            (place["local_dir"] / _MARKER).write_text(called)
+
+    def _evict(self, key: str) -> None:
+        """Deletes a checkpoint from our own store, if that is the policy."""
+        if self.cache == "evict":
+            _delete(self._own_folder(key))
+
     # fetching
 
     def _sizes(self, revision: str, commit: str, under: str | None = None) -> dict[str, int]:
@@ -143,7 +157,7 @@ class HubRepository:
     def _place_for(self, key: str) -> dict[str, Any]:
         """Where the files of a checkpoint go: into the hub's cache, or into a folder of our own."""
         if self.cache == "keep" and self.disk_budget_gb is None:
-            return {"cache_dir": _hub_cache()}
+            return in_hub_cache()
         folder = self._own_folder(key)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -267,14 +281,14 @@ class HubSource(HubRepository):
         for folder in self._places(commit):
             if _is_whole(folder):
                 return _touched(folder)
-        if _offline():
+        if offline():
             raise self._not_here(f"{self.repository}, revision {revision}")
         return self._fetch(revision, commit)
 
     def release(self, step: int) -> None:
         """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
-        if self.cache == "evict" and (commit := self._commits.get(self._revision(step))):
-            _delete(self._own_folder(commit))
+        if commit := self._commits.get(self._revision(step)):
+            self._evict(commit)
 
     def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
         from emergent_heads.checkpoints.weights import has_tokenizer
@@ -296,7 +310,7 @@ class HubSource(HubRepository):
         found = named_steps(self.pattern, self._commits, self.repository)
         if not found:
             names = ", ".join(list(self._commits)[:5]) or "none"
-            place = "the local cache (HF_HUB_OFFLINE is set)" if _offline() else "the hub"
+            place = "the local cache (HF_HUB_OFFLINE is set)" if offline() else "the hub"
             raise NoCheckpointsError(
                 f"{place} has no revision of {self.repository} that fits pattern={self.pattern!r}; "
                 f"revisions there are: {names}"
@@ -335,9 +349,13 @@ class HubSource(HubRepository):
             self._make_room(sum(sizes[name] for name in ("config.json", *small, *weights)), keep=config.parent)
         for name in weights:
             self._download(name, revision, commit, place)
-        if "local_dir" in place:
-            (config.parent / _MARKER).write_text(revision)
+        self._mark_whole(place, revision)
         return config.parent
+
+
+def in_hub_cache() -> dict[str, Any]:
+    """Where `_download` is to put a file that stays."""
+    return {"cache_dir": _hub_cache()}
 
 
 def _is_whole(folder: Path) -> bool:
@@ -347,13 +365,17 @@ def _is_whole(folder: Path) -> bool:
     """
     from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, weight_files
 
-    if (marker := folder / _MARKER).is_file():
-        return bool(marker.read_text())
+    if (folder / _MARKER).is_file():
+        return _is_marked_whole(folder)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
     try:
-        return (folder / "config.json").is_file() and bool(weight_files(folder)) and (has_tokenizer or _offline())
+        return (folder / "config.json").is_file() and bool(weight_files(folder)) and (has_tokenizer or offline())
     except CheckpointError:
         return False
+
+
+def _is_marked_whole(folder: Path) -> bool:
+    return (folder / _MARKER).is_file() and bool((folder / _MARKER).read_text())
 
 
 def _touched(folder: Path) -> Path:
@@ -395,7 +417,8 @@ def _hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _offline() -> bool:
+def offline() -> bool:
+    """Whether the user wants nothing asked of the hub."""
     from huggingface_hub import constants
 
     said = os.environ.get("HF_HUB_OFFLINE", os.environ.get("TRANSFORMERS_OFFLINE", ""))

@@ -1,6 +1,7 @@
 """The kinds of model a checkpoint can be loaded as."""
 
 import tempfile
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from emergent_heads.errors import UnsupportedModelError
@@ -9,6 +10,18 @@ if TYPE_CHECKING:
     from emergent_heads.checkpoints.series import ModelKind
 
 _ROTARY_BASE_OF_OLD_CONVERSION = 10_000
+
+
+def default_kind(source: object) -> "ModelKind":
+    """What checkpoints are loaded as when nobody says."""
+    from emergent_heads.checkpoints.files import FileSource
+
+    return kind_of_own_format() if isinstance(source, FileSource) else "bridge"
+
+
+def kind_of_own_format() -> "ModelKind":
+    """What the installed transformer-lens makes of weights in its own format."""
+    return "hooked_transformer" if version("transformer-lens").startswith("3.") else "bridge"
 
 
 def check_kind(kind: "ModelKind") -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from emergent_heads.checkpoints.directory import DirectorySource
+from emergent_heads.checkpoints.files import FileSource, hub_source
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
 from emergent_heads.checkpoints.kinds import default_kind
 from emergent_heads.checkpoints.known_issues import issue_to_mark, issues_of, mark_of, met
@@ -68,7 +69,8 @@ class Checkpoint:
         Args:
             kind: "bridge" (`TransformerBridge`), "hooked_transformer" (transformer-lens 3.x) or "huggingface";
                 None for the series' own kind. A run that the library trained gives "small" (`SmallModel`), which is
-                also the default there, or "hooked_transformer".
+                also the default there, or "hooked_transformer". Files in TransformerLens' own format give what the
+                installed transformer-lens makes of them: 3.x "hooked_transformer", 4.x "bridge".
 
         Returns:
             The model in float32, eval mode and without gradients, with the checkpoint's tokenizer where the kind
@@ -112,7 +114,7 @@ class CheckpointSeries:
             ones cannot be used; identical ones can.
     """
 
-    source: "FolderSource | RunSource | LoaderSource"
+    source: "FolderSource | FileSource | RunSource | LoaderSource"
     kind: ModelKind = field(default="bridge", kw_only=True)
     device: str = field(default="cpu", kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
@@ -120,7 +122,7 @@ class CheckpointSeries:
     allow_known_bad: bool = field(default=True, kw_only=True)
     problems: dict[int, str] = field(default_factory=dict, init=False)
     _fingerprints: "dict[int, Fingerprint]" = field(default_factory=dict, init=False)
-    _resident: "Resident | SmallModel | None" = field(default=None, init=False)
+    _resident: "Resident | SmallModel | Any" = field(default=None, init=False)
     _hooked: "HookedModel | None" = field(default=None, init=False)
     _hooked_step: int | None = field(default=None, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
@@ -134,7 +136,7 @@ class CheckpointSeries:
         repository: str,
         pattern: str = "step{step}",
         *,
-        kind: ModelKind = "bridge",
+        kind: ModelKind | None = None,
         cache: CachePolicy = "keep",
         disk_budget_gb: float | None = None,
         trust_remote_code: bool = False,
@@ -145,9 +147,12 @@ class CheckpointSeries:
 
         Args:
             repository: "owner/name".
-            pattern: how a revision is named, `{step}` for the step and `*` for parts that do not matter:
-                "stage1-step{step}-tokens*B". The steps are read from the repository when first asked for.
-            kind: what `series[step].load()` gives.
+            pattern: how a revision is named: `{step}` for the step, `{billions}` for the tokens seen in 10^9, and `*`
+                for parts that do not matter: "stage1-step{step}-tokens{billions}B". Where it ends in ".pth" it is the
+                path of files in TransformerLens' own format instead, one a checkpoint: "checkpoints/*_{step}.pth".
+                The steps are read from the repository when first asked for.
+            kind: what `series[step].load()` gives; by default "bridge", and for files what transformer-lens makes of
+                them.
             cache: "keep" leaves checkpoints in the hub's cache; "evict" fetches into a folder of the library's own
                 and deletes each checkpoint after its weights were read. What is in the hub's cache already is used
                 and left alone.
@@ -161,8 +166,14 @@ class CheckpointSeries:
         Raises:
             ArgumentError: an argument makes no sense.
         """
-        source = HubSource(repository, pattern, None, cache, disk_budget_gb, trust_remote_code)
-        return cls(source, kind=kind, device=device, allow_known_bad=allow_known_bad)
+        source = hub_source(
+            repository,
+            pattern,
+            cache=cache,
+            disk_budget_gb=disk_budget_gb,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(source, kind=kind or default_kind(source), device=device, allow_known_bad=allow_known_bad)
 
     @classmethod
     def from_directory(
@@ -229,6 +240,11 @@ class CheckpointSeries:
         """Short name of the run."""
         return self.source.name
 
+    @property
+    def repository(self) -> str | None:
+        """Where on the hub the checkpoints come from; None for those on the disk."""
+        return getattr(self.source, "repository", None)
+
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """The steps that have a checkpoint, ascending. A series from the hub asks the hub once."""
@@ -240,11 +256,6 @@ class CheckpointSeries:
         return KeptTables.open(None if isinstance(self.source, LoaderSource) else cache_folder() / "evaluations")
 
     @property
-    @property
-    def repository(self) -> str | None:
-        """Where on the hub the checkpoints come from; None for those on the disk."""
-        return getattr(self.source, "repository", None)
-
     def first(self) -> Checkpoint:
         return Checkpoint(self, self.steps[0])
 
@@ -267,7 +278,8 @@ class CheckpointSeries:
         return Checkpoint(self, int(step))
 
     def __repr__(self) -> str:
-        if "steps" not in self.__dict__ and isinstance(self.source, HubSource) and self.source.known_steps is None:
+        asks = isinstance(self.source, HubSource | FileSource) and getattr(self.source, "known_steps", None) is None
+        if asks and "steps" not in self.__dict__:
             return f"CheckpointSeries({self.name}, steps not asked for yet)"
         return f"CheckpointSeries({self.name}, {len(self)} checkpoints, steps {self.steps[0]} to {self.steps[-1]})"
 
@@ -295,6 +307,17 @@ class CheckpointSeries:
             except KnownBadCheckpointError as error:
                 raise self._noted(step, error) from error
 
+    def tokens_seen(self, step: int) -> int | None:
+        """Tokens the model had seen in training at `step`; None where the suite does not tell.
+
+        From the tokens per step that its model card gives (exact), or from the checkpoint's name, which counts in
+        whole 10^9 where it ends in "B". `emergent_heads.suites` says which, and the docstring of
+        `emergent_heads.checkpoints.suites` where the numbers come from. A later stage of a training counts its own
+        tokens where it counts its own steps.
+        """
+        step = self[step].step
+        return self.source.tokens_seen(step) if isinstance(self.source, HubSource | FileSource) else None
+
     def hooked(self, step: int) -> "HookedModel":
         """The one resident model of the series, with the weights of `step` swapped in.
 
@@ -311,8 +334,8 @@ class CheckpointSeries:
             with self._noting_problems(step):
                 if isinstance(self.source, LoaderSource):
                     self._hooked = self._hook_loaded(self.source, step)
-                elif isinstance(self.source, RunSource):
-                    self._hooked = self._swap_in_small(self.source, step)
+                elif isinstance(self.source, RunSource | FileSource):
+                    self._hooked = self._swap_in_made(self.source, step)
                 else:
                     self._hooked = self._swap_in(self.source, step)
             self._hooked_step = step
@@ -340,11 +363,11 @@ class CheckpointSeries:
         assert self._hooked is not None
         return self._hooked
 
-    def _swap_in_small(self, source: RunSource, step: int) -> "HookedModel":
+    def _swap_in_made(self, source: "RunSource | FileSource", step: int) -> "HookedModel":
+        """For sources that make the model themselves."""
         from emergent_heads.models.hooked import hooked
-        from emergent_heads.models.small import SmallModel
 
-        if isinstance(self._resident, SmallModel) and self._hooked is not None:
+        if self._resident is not None and self._hooked is not None:
             fingerprint = source.fill(self._resident, step)
         else:
             self._resident, fingerprint = source.load(step, self.device)
@@ -376,6 +399,8 @@ class CheckpointSeries:
         check_kind(kind)  # before anything is fetched for it
         if isinstance(self.source, RunSource):
             return self._load_small(self.source, step, kind)
+        if isinstance(self.source, FileSource):
+            return self._load_file(self.source, step, kind)
         if kind == "small":
             raise ArgumentError(f"kind='small' is for runs that the library trained; {self.name} is none")
         with self._noting_problems(step), _fetched(self.source, step) as folder:
@@ -395,9 +420,20 @@ class CheckpointSeries:
             self._note_identical(step, fingerprint)
         return model if kind == "small" else model.to_hooked_transformer()
 
+    def _load_file(self, source: FileSource, step: int, kind: ModelKind) -> Any:
+        from emergent_heads.checkpoints.transformerlens_format import check_kind
+
+        check_kind(kind)
+        with self._noting_problems(step):
+            model, fingerprint = source.load(step, self.device)
+            self._note_identical(step, fingerprint)
+        return model
+
     def _tokenizer(self, step: int) -> Any | None:
         if isinstance(self.source, RunSource):
             return None
+        if isinstance(self.source, FileSource):
+            return self.source.tokenizer
         if isinstance(self.source, LoaderSource):
             return getattr(self.hooked(step), "tokenizer", None)
         from emergent_heads.checkpoints.weights import load_tokenizer

@@ -222,13 +222,13 @@ def stored_weights(folder: Path) -> Iterator[StoredWeights]:
 
 @contextmanager
 def stored_in(path: Path) -> Iterator[StoredWeights]:
-    """The tensors stored in one safetensors file, each read when its function is called.
+    """The tensors stored in one file, each read when its function is called.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged. UnsafeWeightsError: reading it would run code.
     """
     with ExitStack() as stack:
-        yield _open_safetensors(path, stack)
+        yield _open_safetensors(path, stack) if path.suffix == ".safetensors" else _open_pickle(path)
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, Callable[[], Tensor]]:

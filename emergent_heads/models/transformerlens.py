@@ -72,7 +72,8 @@ class BridgeModel(_TransformerLensModel):
         return isinstance(model, TransformerBridge)
 
     def run(self, tokens: Int[Tensor, "row pos"]) -> Float[Tensor, "row kept vocabulary"]:
-        return self._model.original_model(input_ids=tokens, use_cache=False).logits
+        output = self._model.original_model(input_ids=tokens, use_cache=False)
+        return output if isinstance(output, Tensor) else output.logits  # a model of TransformerLens' own gives logits
 
     def _value_point(self, attention: Any) -> nn.Module:
         return attention.v
