@@ -22,7 +22,7 @@ _HOMES = {
     "emergent_heads.analysis.transplant": ("transplant_features",),
     "emergent_heads.analysis.transition": ("LossRange", "find_transition"),
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
-    "emergent_heads.checkpoints.suites": ("suite", "suites"),
+    "emergent_heads.checkpoints.suites": ("register_suite", "suite", "suites"),
     "emergent_heads.models.attention_bias": ("AttentionBias",),
     "emergent_heads.models.hooked": ("check_intervention", "hooked"),
     "emergent_heads.models.mixers": ("Mixer", "register_mixer"),
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from emergent_heads.analysis.transition import LossRange, find_transition
     from emergent_heads.analysis.transplant import transplant_features
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
-    from emergent_heads.checkpoints.suites import suite, suites
+    from emergent_heads.checkpoints.suites import register_suite, suite, suites
     from emergent_heads.models.attention_bias import AttentionBias
     from emergent_heads.models.hooked import check_intervention, hooked
     from emergent_heads.models.mixers import Mixer, register_mixer
