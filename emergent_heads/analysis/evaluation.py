@@ -23,6 +23,8 @@ from emergent_heads.storage import KeptTables, digest
 from emergent_heads.tasks.task import PromptBatch, PromptTask
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.models.hooked import HookedModel
 
@@ -62,6 +64,10 @@ class Evaluation(Result):
             f"({share.value:.2f}, 95 % interval {share.low:.2f} to {share.high:.2f}), "
             f"mean p(target) {p.value:.3f}{spread}{self.caution}"
         )
+
+    def plot(self) -> "Figure":
+        """Probability of the target on each prompt, in descending order."""
+        return plots.evaluation(self.table, mean=self.p_target.value)
 
 
 def evaluate(model: "Checkpoint | HookedModel | object", task: PromptTask, *, batch_size: int = 64) -> Evaluation:
@@ -208,13 +214,13 @@ class SeriesEvaluations:
             return None
 
     def _measure(self, step: int) -> list[dict[str, float]]:
+        self.series.check_known_issues(step)  # also where all is reused
         load = cache(lambda: self.series.hooked(step))  # weights are swapped in once, and only if something is new
         if self._batches is None:
             self._batches = [_batch_for(task, load()) for task in self.tasks]  # needs the tokenizer of a model
         rows = []
         for batch in self._batches:
             key = _kept_key(self.series, step, batch)
-        self.series.check_known_issues(step)  # also where all is reused
             table = self._kept.get(key)
             reused = table is not None
             if table is None:

@@ -122,6 +122,7 @@ def open_pair(
         "p_post": float(after.log_p.double().exp().mean()),
         "share_matched_pre": float(before.matched.double().mean()),
         "share_matched_post": float(after.matched.double().mean()),
+        "known_issues": marks_of(pre, post),
     }
     return Pair(model, batch, before, after, pre_patterns, post_patterns, about, whole)
 
@@ -136,7 +137,6 @@ def head_patterns(
         batch: the prompts.
         heads: `(layer, head)`.
         shape: numbers of layers and of heads per layer that the model must have.
-        "known_issues": marks_of(pre, post),
 
     Raises:
         ModelMismatchError: the model has other numbers of layers or heads.
