@@ -38,13 +38,45 @@ def save_figure(figure: "Figure", path: Path | str) -> Path:
     return path
 
 
+_LOOKS = (
+    "axes",
+    "errorbar",
+    "figure",
+    "grid",
+    "hatch",
+    "image",
+    "legend",
+    "lines",
+    "patch",
+    "scatter",
+    "text",
+    "xtick",
+)
+
+
+def picture(path: Path | str) -> "Figure":
+    """A figure that shows a .png file, at its own size."""
+    from matplotlib.image import imread
+
+    pixels = imread(path)
+    with style():
+        height, width = (length / 150 for length in pixels.shape[:2])
+        figure = new_figure(width, height)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.imshow(pixels)
+        axes.set_axis_off()
+    return figure
+
+
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all figures, for what is drawn inside the block."""
+    """The look of all figures, for what is drawn inside the block: of the caller's settings, only fonts matter."""
     import matplotlib as mpl
     from cycler import cycler
 
+    plain = {name: value for name, value in mpl.rcParamsDefault.items() if name.split(".")[0] in (*_LOOKS, "ytick")}
     look: dict[Any, Any] = {
+        **plain,
         "axes.prop_cycle": cycler(color=COLOURS),
         "axes.spines.right": False,
         "axes.spines.top": False,
@@ -61,6 +93,34 @@ def style() -> Iterator[None]:
     }
     with mpl.rc_context(look):
         yield
+
+
+def evaluation(table: pd.DataFrame, *, mean: float) -> "Figure":
+    """Probability of the target on each prompt, in descending order, with what was the top token marked.
+
+    Args:
+        table: as `Evaluation.table`.
+        mean: of the probabilities, drawn as a dashed line.
+    """
+    rows = table.sort_values("p_target", ascending=False, ignore_index=True)
+    with style():
+        figure, (axes,) = panel_grid(1, width=5.2, height=3.0)
+        size = 4 if len(rows) <= 200 else 2
+        for matched, colour, marker, label in (
+            (True, BLUE, "o", "target is the top token"),
+            (False, VERMILION, "x", "another token is"),
+        ):
+            chosen = rows.index[rows["matched"] == matched]
+            if len(chosen):
+                of_all = f"{label} ({len(chosen)} of {len(rows)})"
+                axes.plot(chosen + 1, rows["p_target"][chosen], marker, color=colour, markersize=size, label=of_all)
+        axes.axhline(mean, color=GREY, linestyle="--", linewidth=1, label=f"mean {mean:.3g}")
+        axes.set_ylim(-0.03, 1.03)
+        axes.xaxis.set_major_locator(_whole_numbers())
+        axes.set_xlabel("prompts, by p(target)")
+        axes.set_ylabel("p(target)")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
 
 
 def emergence_curve(
@@ -126,14 +186,12 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
 
 def head_map(delta_p: np.ndarray) -> "Figure":
     """Map of delta_p `[layer, head]`, first layer at the top; heads that were not run (NaN) are hatched."""
-    import matplotlib.pyplot as plt
-
     n_layers, n_heads = delta_p.shape
     limit = float(np.nanmax(np.abs(delta_p), initial=0.0)) or 1e-9
     with style():
         cell = 0.42 if n_heads <= 12 else 0.3
-        figure, axes = plt.subplots(figsize=(max(3.2, cell * n_heads + 1.6), max(2.0, cell * n_layers + 0.9)))
-        plt.close(figure)
+        figure = new_figure(max(3.2, cell * n_heads + 1.6), max(2.0, cell * n_layers + 0.9))
+        axes = figure.subplots()
         axes.set_facecolor("#DDDDDD")
         # Blue to orange through white: told apart with any colour vision; zero is white.
         image = axes.imshow(delta_p, cmap=_diverging(), vmin=-limit, vmax=limit, aspect="auto")
@@ -398,17 +456,21 @@ def _shade_phases(axes: "Axes", start: float | None, end: float | None) -> None:
     axes.set_xlim(low, high)
 
 
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of that size in inches, to be filled inside `style()`; the caller's to show or save."""
+    from emergent_heads.plots_figure import Figure
+
+    return Figure(figsize=(width, height))
+
+
 def panel_grid(
     n: int, *, width: float, height: float, per_row: int | None = None, share_y: bool = True
 ) -> tuple["Figure", Sequence["Axes"]]:
     """Figure with `n` panels of that size in inches, by default in rows of at most four or 11 inches."""
-    import matplotlib.pyplot as plt
-
     per_row = per_row or max(1, min(n, 4, int(11 / width)))
     n_rows = -(-n // per_row)
-    size = (width * per_row, height * n_rows + 0.4)
-    figure, grid = plt.subplots(n_rows, per_row, figsize=size, sharey=share_y, squeeze=False)
-    plt.close(figure)  # it is the caller's to show: what pyplot still holds is drawn twice in a notebook
+    figure = new_figure(width * per_row, height * n_rows + 0.4)
+    grid = figure.subplots(n_rows, per_row, sharey=share_y, squeeze=False)
     for unused in grid.flat[n:]:
         unused.remove()
     return figure, list(grid.flat[:n])
@@ -528,6 +590,12 @@ def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
     return NullLocator()
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
 
 
 def _ticks(n: int, most: int = 16) -> tuple[list[int], list[str]]:

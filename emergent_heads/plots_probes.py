@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from emergent_heads.plots import style
+from emergent_heads.plots import new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,21 +37,12 @@ def step_maps(table: pd.DataFrame) -> "Figure":
 def _maps(
     table: pd.DataFrame, rows: str, values: Sequence[int], labels: Sequence[str], name: str, *, dots: bool = False
 ) -> "Figure":
-    import matplotlib.pyplot as plt
-
     features = list(dict.fromkeys(table["feature"]))
     places = {feature: sorted(set(table.loc[table["feature"] == feature, "place"])) for feature in features}
     widths = [min(5.0, max(1.5, 0.19 * len(places[feature]) + 0.3)) for feature in features]
     with style():
-        figure, panels = plt.subplots(
-            1,
-            len(features),
-            figsize=(sum(widths) + 1.7, max(1.9, 0.19 * len(values) + 1.1)),
-            width_ratios=widths,
-            sharey=True,
-            squeeze=False,
-        )
-        plt.close(figure)
+        figure = new_figure(sum(widths) + 1.7, max(1.9, 0.19 * len(values) + 1.1))
+        panels = figure.subplots(1, len(features), width_ratios=widths, sharey=True, squeeze=False)
         for axes, feature in zip(panels[0], features, strict=True):
             own = table.loc[table["feature"] == feature]
             cells = own.pivot(index=rows, columns="place", values="share_removed").reindex(list(values))

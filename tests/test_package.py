@@ -24,6 +24,7 @@ GROUND = {
     "results",
     "plots",
     "plots_ablation",
+    "plots_figure",
     "plots_probes",
     "plots_quiet",
     "processes",

@@ -183,12 +183,11 @@ def _listed(noun: str, values: Sequence[int]) -> str:
 
 def _overview(points: "Sequence[EmergencePoint]", curves: "dict[str, RecoveryCurve]") -> "Figure":
     """Left: share of prompts matched over the steps; right: recovered gap against K, random heads dashed."""
-    import matplotlib.pyplot as plt
-
-    from emergent_heads.plots import COLOURS, GREY, style
+    from emergent_heads.plots import COLOURS, GREY, new_figure, style
 
     with style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.0, 3.2))
+        figure = new_figure(8.0, 3.2)
+        left, right = figure.subplots(1, 2)
         for colour, point in zip(cycle(COLOURS), points, strict=False):
             left.plot(point.table["step"], point.table["share_matched"], "o-", color=colour, label=point.series)
             if point.series in curves:
@@ -200,7 +199,6 @@ def _overview(points: "Sequence[EmergencePoint]", curves: "dict[str, RecoveryCur
         right.axhline(0, color=GREY, linestyle=":", linewidth=1)
         right.set(xlabel="heads patched together (K)", ylabel="recovered share of the gap")
         right.set_title("Which heads made it? (dashed: random heads)")
-    plt.close(figure)
     return figure
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from emergent_heads.experiments.study import Judgement, restricted_steps
-from emergent_heads.plots import COLOURS, style
+from emergent_heads.plots import COLOURS, new_figure, style
 from emergent_heads.statistics import Interval, bootstrap_mean
 from emergent_heads.sweeps import event_times
 
@@ -38,17 +38,14 @@ def by_setting(
 
 def panels(runs: pd.DataFrame, varied: str, measure: "str | Mapping[str, str]", *, log: bool = True) -> "Figure":
     """A mark per run, a cross at the top for one that never got there, and means with 95 % intervals over seeds."""
-    import matplotlib.pyplot as plt
-
     runs = runs.loc[runs["status"] != "failed"]
     tasks = list(dict.fromkeys(runs["task"]))
     most = max(runs.loc[runs["task"] == task, "x"].nunique() for task in tasks)
     named = not pd.api.types.is_numeric_dtype(runs["x"])
     width = max(3.6, 1.6 + (0.45 if named else 0.3) * most)
     with style():
-        size = (width * len(tasks), 3.6 if named and most > 3 else 3.1)
-        figure, grid = plt.subplots(1, len(tasks), figsize=size, squeeze=False)
-        plt.close(figure)
+        figure = new_figure(width * len(tasks), 3.6 if named and most > 3 else 3.1)
+        grid = figure.subplots(1, len(tasks), squeeze=False)
         settings = list(dict.fromkeys(runs["setting"]))
         for axes, task in zip(grid.flat, tasks, strict=True):
             of_task = measure if isinstance(measure, str) else measure[task]

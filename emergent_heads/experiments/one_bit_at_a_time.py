@@ -18,7 +18,7 @@ from emergent_heads.experiments.comparisons import LEAST_SEEDS
 from emergent_heads.experiments.recipes import LINEAR_MAP as RECIPE
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import LINEAR_MAP, Arm, Check, Judgement, Study
-from emergent_heads.plots import GREY, style
+from emergent_heads.plots import GREY, new_figure, style
 from emergent_heads.statistics import Interval, bootstrap_mean
 from emergent_heads.tasks import LinearMap
 from emergent_heads.training.evaluation import LEARNED
@@ -188,7 +188,7 @@ def entropy_drop(
 
 
 def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":
-    import matplotlib.pyplot as plt
+    import matplotlib as mpl
 
     assert judgement.curves is not None
     assert judgement.table is not None
@@ -197,15 +197,15 @@ def _draw(_: pd.DataFrame, judgement: Judgement) -> "Figure":
     learned = judgement.table.loc[judgement.table["seed"] == seed].set_index("bit")["learned_step"]
     order = list(learned.dropna().sort_values().index)
     with style():
-        figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 4.8), sharex=True)
-        plt.close(figure)
+        figure = new_figure(6.4, 4.8)
+        above, below = figure.subplots(2, 1, sharex=True)
         never = curves.loc[~curves["bit"].isin(order)]
         for index, (_, rows) in enumerate(never.groupby("bit")):
             label = "" if index else "not learned"
             above.plot(rows["step"], rows["loss_nats"], color=GREY, linewidth=0.6, label=label)
         for place, bit in enumerate(order):
             rows = curves.loc[curves["bit"] == bit]
-            colour = plt.get_cmap("viridis")(place / max(1, len(order) - 1))
+            colour = mpl.colormaps["viridis"](place / max(1, len(order) - 1))
             above.plot(rows["step"], rows["loss_nats"], color=colour, label=f"bit {bit}")
             below.plot(rows["step"], rows["entropy_nats"], color=colour)
             at = float(np.interp(learned[bit], rows["step"], rows["entropy_nats"]))

@@ -12,11 +12,13 @@ from tqdm.auto import tqdm
 
 from emergent_heads.errors import ArgumentError, NoCheckpointsError, nearest
 from emergent_heads.experiments.registry import SCALES, Scale, find_experiment
-from emergent_heads.plots import save_figure
+from emergent_heads.plots import picture, save_figure
 from emergent_heads.results import Result
 from emergent_heads.storage import check_writable, read_table, save_table, write_json
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from emergent_heads.experiments.study import Verdict
     from emergent_heads.sweeps.running import Executor
 
@@ -53,6 +55,10 @@ class Finding(Result):
 
     def headline(self) -> str:
         return f"{self.name}: {self.verdict}. {self.claim}"
+
+    def plot(self) -> "Figure":
+        """The figure in the folder of the results, as it was drawn when the experiment was done."""
+        return picture(self.figure)
 
     def shown(self) -> pd.DataFrame:
         return self.checks.loc[:, ["part", "value", "low", "high", "n_seeds", "holds"]]

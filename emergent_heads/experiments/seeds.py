@@ -10,7 +10,7 @@ from jaxtyping import Float
 from emergent_heads.experiments.comparisons import NAN
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Check, Judgement, Study, select
-from emergent_heads.plots import BLUE, style
+from emergent_heads.plots import BLUE, new_figure, style
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.statistics import Interval
 from emergent_heads.sweeps import event_times
@@ -63,11 +63,9 @@ def spread_factor(steps: Float[np.ndarray, " seed"], *, level: float = 0.95, n_r
 
 def _draw(runs: pd.DataFrame, _: Judgement) -> "Figure":
     """Share of the seeds that have solved the task by each step."""
-    import matplotlib.pyplot as plt
-
     with style():
-        figure, grid = plt.subplots(1, 2, figsize=(7.2, 3.1), sharey=True)
-        plt.close(figure)
+        figure = new_figure(7.2, 3.1)
+        grid = figure.subplots(1, 2, sharey=True)
         for axes, task in zip(grid, (LINEAR_MAP, AUTOMATA), strict=True):
             steps, never = event_times(select(runs, task=task), "step_solved")
             solved = np.sort(steps[~never])

@@ -103,47 +103,44 @@ class SweepResult(Result):
         kept = [*self.varying, "seed", "status", *EVENTS, *AT_THE_END, "seconds"]
         return self.table.loc[:, kept]
 
-    def plot(self, x: str, y: str = "step_solved", by: str | Sequence[str] | None = None) -> "Figure":
+    def plot(self, x: str | None = None, y: str = "step_solved", by: str | Sequence[str] | None = None) -> "Figure":
         """A measure against a setting: a dot per run, crosses for runs that never got there, and a line of means.
 
         The line of steps is the restricted mean, of other measures the mean, with the 95 % intervals over seeds.
 
         Args:
-            x: a setting that differs between the runs.
+            x: a setting that differs between the runs; by default the first one, and where none does, all runs stand
+                in one place.
             y: "step_solved", "step_left_plateau" or another measure.
             by: setting or settings to tell apart by colour; by default those that differ at one and the same `x`.
 
         Raises:
-            ArgumentError: no such column.
+            ArgumentError: no such column, or all runs failed.
         """
-        _check_axes(self.varying, x, y)
+        of_runs = self.table
+        if x is None and not self.varying:
+            x, of_runs = "runs", self.table.assign(runs="all seeds")
+            _check_axes([x], x, y)
+        else:
+            x = self.varying[0] if x is None else x
+            _check_axes(self.varying, x, y)
         others = [name for name in self.varying if name != x]
         if by is None:
             by = []
             for name in others:  # not what x, or the settings already chosen, decide
-                if self.table.groupby([x, *by], dropna=False)[name].nunique(dropna=False).max() > 1:
+                if of_runs.groupby([x, *by], dropna=False)[name].nunique(dropna=False).max() > 1:
                     by.append(name)
         keys = [by] if isinstance(by, str) else list(by)
         if unknown := [name for name in keys if name not in others]:
             raise ArgumentError(f"no setting {unknown[0]!r} that differs besides {x}; {nearest(unknown[0], others)}")
-        table = self.table.loc[self.table["status"] != "failed"]
+        table = of_runs.loc[of_runs["status"] != "failed"]
+        if table.empty:
+            raise ArgumentError(f"all {len(of_runs)} runs failed, so there is nothing to draw: see .failures")
+        means = _means(table, keys, x, y)
         if y in EVENTS:
             times, censored = event_times(table, y)
-            return plots.sweep(
-                table.assign(**{y: times, "censored": censored}), self._lines(keys, x, y), x=x, y=y, by=keys
-            )
-        return plots.sweep(table, self._lines(keys, x, y), x=x, y=y, by=keys)
-
-    def _lines(self, by: Sequence[str], x: str, y: str) -> pd.DataFrame:
-        """Means with intervals at each `x` of each group."""
-        rows = []
-        for values, group in self.table.loc[self.table["status"] != "failed"].groupby(
-            [*by, x], sort=False, dropna=False
-        ):
-            interval = _restricted(group, y) if y in EVENTS else _mean(group[y])
-            place = dict(zip([*by, x], cast(tuple[Any, ...], values), strict=True))
-            rows.append({**place, "value": interval.value, "low": interval.low, "high": interval.high})
-        return pd.DataFrame(rows)
+            table = table.assign(**{y: times, "censored": censored})
+        return plots.sweep(table, means, x=x, y=y, by=keys)
 
 
 def sweep_result(runs: Sequence[RunSpec], outcomes: Mapping[str, Outcome], path: Path) -> SweepResult:
@@ -224,6 +221,16 @@ def _summarise(rows: pd.DataFrame) -> dict[str, Any]:
 def _restricted(rows: pd.DataFrame, event: str) -> Interval:
     horizon = float(rows["steps"].min()) if len(rows) else 0.0
     return restricted_mean(*event_times(rows, event), horizon, seed=0)
+
+
+def _means(table: pd.DataFrame, by: Sequence[str], x: str, y: str) -> pd.DataFrame:
+    """Means with intervals at each `x` of each group."""
+    rows = []
+    for values, group in table.groupby([*by, x], sort=False, dropna=False):
+        interval = _restricted(group, y) if y in EVENTS else _mean(group[y])
+        place = dict(zip([*by, x], cast(tuple[Any, ...], values), strict=True))
+        rows.append({**place, "value": interval.value, "low": interval.low, "high": interval.high})
+    return pd.DataFrame(rows)
 
 
 def _mean(values: pd.Series) -> Interval:
