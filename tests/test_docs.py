@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from error_examples import EXAMPLES
 from pages import blocks_of, command_lines, make_workplace, pythia_hub, run_python, with_digits
 
 import emergent_heads as eh
@@ -25,11 +26,13 @@ SMALLER = {
     '"steps": 200': '"steps": 20',
     '"steps": 100': '"steps": 10',
     "[1e8, 2e8, 4e8]": "[3e7, 6e7, 9e7]",
+    "min_steps=10": "min_steps=5, n_held_out=50, evaluate_every=100",
     "bits=16": "bits=6",
     "steps=900": "steps=8",
     "range(20, 600, 20)": "(4, 8)",
     "tokens_per_batch=3328": "tokens_per_batch=256",
     "n_train=2000": "n_train=100, n_test=50, n_untrained=1",
+    "n_train=200, n_test=100": "n_train=60, n_test=20, n_untrained=1",
     "n_train=400, n_test=100": "n_train=100, n_test=50, n_untrained=1",
     "controls=100": "controls=10",
     "controls=32": "controls=4, n=100, n_reference=400",
@@ -145,6 +148,24 @@ def test_every_error_has_an_entry():
     ]
     headings = re.findall(r"^## (\w+)$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
     assert headings == errors
+
+
+def test_the_messages_are_those_that_the_user_sees(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before the hub is asked again
+    entries = re.split(r"^## (\w+)$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)[1:]
+    quoted = {
+        name: " ".join(match[1].split())
+        for name, entry in zip(entries[::2], entries[1::2], strict=True)
+        if (match := re.search(r"^```text\n(.*?)^```$", entry, flags=re.MULTILINE | re.DOTALL))
+    }
+    assert set(quoted) == set(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        with pytest.raises(getattr(eh.errors, name)) as raised:
+            example()
+        assert type(raised.value).__name__ == name
+        said = str(raised.value).replace(os.environ["HF_ENDPOINT"], "https://huggingface.co")
+        assert quoted[name] == " ".join(said.split())
 
 
 # ---- the site ----
