@@ -22,6 +22,10 @@ _NAMES = {
     "matched_change": "random, same size",
     "shuffled_labels": "shuffled labels",
     "other_features": "other features",
+    "latents": "latents subtracted",
+    "turned_latents": "latents, turned at random",
+    "matched_latents": "latents of the same size",
+    "other_latents": "other latents",
 }
 _COLOURS = {
     "none": "black",
@@ -34,6 +38,10 @@ _COLOURS = {
     "matched_change": SKY,
     "shuffled_labels": ORANGE,
     "other_features": PURPLE,
+    "latents": GREEN,
+    "turned_latents": BLUE,
+    "matched_latents": SKY,
+    "other_latents": PURPLE,
 }
 _ALWAYS_WRONG = 0.05
 

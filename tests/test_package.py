@@ -27,6 +27,7 @@ GROUND = {
     "plots_figure",
     "plots_probes",
     "plots_quiet",
+    "plots_sae",
     "processes",
 }
 

@@ -16,7 +16,18 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "LatentAblation",
+    "LatentComparison",
+    "LatentSeries",
+    "Quality",
+    "SparseAutoencoder",
+    "ablate_latents",
+    "compare_features",
+    "latent_series",
+    "load",
+    "train",
+]
 
 if TYPE_CHECKING:
     from emergent_heads.sae.ablation import LatentAblation, ablate_latents

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, Literal
 
 import numpy as np
@@ -78,29 +79,76 @@ def train(
         ArgumentError: SAELens is missing, or an argument makes no sense.
         NotFiniteError: the residual stream is not finite.
     """
-    settings = {
-        "k": whole_number("k", k, least=1),
+    the_model = hooked(model)
+    source = _Source.of(data, the_model, seed, positions)
+    settings = _settings(
+        the_model,
+        source,
+        layer=layer,
+        d_sae=d_sae,
+        k=k,
+        n_activations=n_activations,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        positions=positions,
+        n_held_out=n_held_out,
+        seed=seed,
+    )
+    stream = _Stream(the_model, layer, source, settings["batch_size"], seed)
+    trained = _trained(stream, settings, model_name(model), hook_of(layer), progress)
+    found = replace(trained, layer=layer, metadata={**(trained.metadata or {}), OWN: settings})
+    return replace(found, quality=found.measured(stream.held_out(settings["n_held_out"])))
+
+
+def settings_of(model: HookedModel, data: Data, **options: Any) -> dict[str, Any]:
+    """What `train` with these arguments says under `OWN` in the metadata of what it makes.
+
+    Raises:
+        ArgumentError: an argument makes no sense.
+    """
+    given = {
+        name: each.default for name, each in signature(train).parameters.items() if each.kind == each.KEYWORD_ONLY
+    }
+    del given["progress"]
+    given |= options
+    return _settings(model, _Source.of(data, model, given["seed"], given["positions"]), **given)
+
+
+def _settings(
+    model: HookedModel,
+    source: "_Source",
+    *,
+    layer: int,
+    d_sae: int | None,
+    k: int,
+    n_activations: int,
+    batch_size: int,
+    learning_rate: float,
+    positions: Positions,
+    n_held_out: int,
+    seed: int,
+) -> dict[str, Any]:
+    if not EMBEDDING <= layer < model.n_layers:
+        raise ArgumentError(
+            f"layer {layer}: this model has layers 0 to {model.n_layers - 1}, and -1 for the embedding"
+        )
+    d_sae = 8 * model.d_model if d_sae is None else whole_number("d_sae", d_sae, least=1)
+    if not learning_rate > 0:
+        raise ArgumentError(f"learning_rate is {learning_rate}; it is above 0")
+    if (k := whole_number("k", k, least=1)) > d_sae:
+        raise ArgumentError(f"k is {k} and there are {d_sae} latents; k is how many of them may be active")
+    return {
+        "layer": int(layer),
+        "d_sae": d_sae,
+        "k": k,
         "n_activations": whole_number("n_activations", n_activations, least=1),
         "batch_size": whole_number("batch_size", batch_size, least=1),
         "learning_rate": float(learning_rate),
         "n_held_out": whole_number("n_held_out", n_held_out, least=2),
         "seed": seed,
+        "data": source.name,
+        "positions": _said(positions, source),
     }
-    name, model = model_name(model), hooked(model)
-    if not EMBEDDING <= layer < model.n_layers:
-        raise ArgumentError(
-            f"layer {layer}: this model has layers 0 to {model.n_layers - 1}, and -1 for the embedding"
-        )
-    settings["d_sae"] = 8 * model.d_model if d_sae is None else whole_number("d_sae", d_sae, least=1)
-    if k > settings["d_sae"]:
-        raise ArgumentError(f"k is {k} and there are {settings['d_sae']} latents; k is how many of them may be active")
-    source = _Source.of(data, model, seed, positions)
-    sae_lens = _sae_lens()
-    stream = _Stream(model, layer, source, settings["batch_size"], seed)
-    trained = _trained(sae_lens, stream, settings, name, hook_of(layer), progress)
-    own = {**settings, "layer": layer, "data": source.name, "positions": _said(positions), "model": name}
-    found = replace(trained, layer=layer, metadata={**(trained.metadata or {}), OWN: own})
-    return replace(found, quality=found.measured(stream.held_out(settings["n_held_out"])))
 
 
 # ---- SAELens ----
@@ -119,10 +167,9 @@ def _sae_lens() -> Any:
     return sae_lens
 
 
-def _trained(
-    sae_lens: Any, stream: "_Stream", settings: dict[str, Any], model: str, hook: str, progress: bool
-) -> SparseAutoencoder:
+def _trained(stream: "_Stream", settings: dict[str, Any], model: str, hook: str, progress: bool) -> SparseAutoencoder:
     """Runs SAELens' trainer step by step, as its own `fit` does, but with our bar and our estimate of the scale."""
+    sae_lens = _sae_lens()
     from sae_lens.config import SAETrainerConfig
     from sae_lens.saes.sae import SAEMetadata
 
@@ -281,9 +328,10 @@ def _chosen(tokens: Tensor, real: Tensor, positions: Positions) -> Tensor:
     return real & mask
 
 
-def _said(positions: Positions) -> object:
+def _said(positions: Positions, source: _Source) -> object:
+    """Positions as they are kept; a function is known by what it chooses."""
     if callable(positions):
-        return getattr(positions, "__name__", "a function")
+        return f"a function ({digest(source.draw(_ROWS_AT_ONCE, 0, False)[1])})"
     return positions if isinstance(positions, str) else [int(position) for position in positions]
 
 
