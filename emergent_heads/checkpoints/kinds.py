@@ -1,15 +1,31 @@
 """The kinds of model a checkpoint can be loaded as."""
 
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from emergent_heads.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from emergent_heads.checkpoints.series import ModelKind
 
 _ROTARY_BASE_OF_OLD_CONVERSION = 10_000
+_LOGIT_TOLERANCE = 1e-3
+"""Share of the largest logit by which another kind may differ; what transformer-lens gets wrong is off by more."""
+# Whatever its adapters stumble over in a model they were not written for.
+_FAILURES = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def default_kind(source: object) -> "ModelKind":
@@ -45,7 +61,8 @@ def as_kind(model: Any, kind: "ModelKind", tokenizer: Any | None) -> Any:
     """`model`, a Hugging Face causal language model, as the kind asked for; it may be built into the result.
 
     Raises:
-        UnsupportedModelError: transformer-lens cannot represent the model as this kind.
+        UnsupportedModelError: transformer-lens cannot represent the model as this kind, or what it makes of it
+            computes other logits.
     """
     if kind == "bridge":
         return _as_bridge(model, tokenizer)
@@ -58,13 +75,18 @@ def _as_bridge(model: Any, tokenizer: Any | None) -> Any:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     architecture = type(model).__name__
+    tokens = _sample_tokens(model)
+    own = _logits(lambda: model(tokens).logits)  # before: the bridge is built into the model
     try:
         bridge = build_bridge_from_module(model, architecture, hf_config=model.config, tokenizer=tokenizer)
-    except (ValueError, KeyError, AssertionError, AttributeError, NotImplementedError) as error:
+        bridge.eval().requires_grad_(False)
+        found = _logits(lambda: bridge(tokens))
+    except _FAILURES as error:
         raise UnsupportedModelError(
             f"transformer-lens has no TransformerBridge for this {architecture} ({error}); load it as 'huggingface'"
         ) from error
-    return bridge.eval().requires_grad_(False)
+    _check_same("TransformerBridge", architecture, found, own, "load it as 'huggingface'")
+    return bridge
 
 
 def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
@@ -75,6 +97,7 @@ def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
     _check_rotary_base(model.config)
     architecture = type(model).__name__
     model.config.architectures = [architecture]
+    tokens = _sample_tokens(model)
     try:
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
             model.config.save_pretrained(folder)
@@ -85,11 +108,45 @@ def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
         converted.load_and_process_state_dict(
             weights, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
         )
-    except (ValueError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+        converted.eval().requires_grad_(False)
+        found = _logits(lambda: converted(tokens, padding_side="right"))
+    except _FAILURES as error:
         raise UnsupportedModelError(
             f"transformer-lens cannot convert this {architecture} to a HookedTransformer ({error}); load as 'bridge'"
         ) from error
-    return converted.eval().requires_grad_(False)
+    own = _logits(lambda: model(tokens).logits)
+    _check_same("HookedTransformer", architecture, found, own, "load as 'bridge' or 'huggingface'")
+    return converted
+
+
+def _sample_tokens(model: Any) -> "Tensor":
+    import torch
+
+    from emergent_heads.randomness import torch_generator
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (1, 8), generator=torch_generator(0, "sample tokens")).to(model.device)
+
+
+def _logits(run: "Callable[[], Tensor]") -> "Tensor":
+    import torch
+
+    with torch.no_grad():
+        return run()
+
+
+def _check_same(kind: str, architecture: str, found: "Tensor", own: "Tensor", instead: str) -> None:
+    """Refuses what transformer-lens computes in another way than transformers.
+
+    Of Cohere (3.9), a Falcon with ALiBi or a Qwen2 with sliding windows (HookedTransformer), for example.
+    """
+    largest = float(own.abs().max())
+    difference = float((found - own).abs().max())
+    if difference > _LOGIT_TOLERANCE * largest:
+        raise UnsupportedModelError(
+            f"transformer-lens' {kind} of this {architecture} computes other logits than the model itself (off by "
+            f"{difference:.2g} where the largest is {largest:.2g}); {instead}"
+        )
 
 
 def _check_rotary_base(config: Any) -> None:

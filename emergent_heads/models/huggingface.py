@@ -256,9 +256,10 @@ def _watched_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "row dest head d_value"], Tensor]:
-    """Explicit attention, as transformers' eager functions compute it, with the pattern handed to the callback."""
-    if s_aux is not None:
-        raise UnsupportedModelError("attention with sinks has no pattern whose rows sum to one; it cannot be patched")
+    """Explicit attention, as transformers' eager functions compute it, with the pattern handed to the callback.
+
+    With sinks (`s_aux`, one score a head, as of gpt-oss), what a row of the pattern lacks to one went to the sink.
+    """
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -266,7 +267,10 @@ def _watched_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         scores = scores + attention_mask[..., : key.shape[2]]
-    pattern = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks.to(scores)], dim=-1)
+    pattern = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
     edited = getattr(module, _CALLBACK)(pattern, value)
     pattern = pattern if edited is None else edited
     return (pattern @ value).transpose(1, 2).contiguous(), pattern

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
+from emergent_heads.errors import UnsupportedModelError
 from emergent_heads.models.hooked import HookedModel, OnPattern
 from emergent_heads.models.hooks import editing_input, editing_output, keep_in, replaced_forward
 
@@ -34,6 +35,11 @@ class _TransformerLensModel(HookedModel):
         self.mlp = [getattr(block, "mlp", None) for block in self.blocks]
         hooked = [layer for layer, module in enumerate(self.attention) if hasattr(module, "hook_pattern")]
         self.check_all_seen(hooked, range(self.n_layers))
+        if not all(self._has_values(attention) for attention in self.attention):
+            raise UnsupportedModelError(
+                f"the attention of this {self.kind} keeps no values of single heads, which a pattern multiplies"
+                f"{self.way_out}"
+            )
 
     @contextmanager
     def on_pattern(self, callback: OnPattern) -> Iterator[None]:
@@ -52,6 +58,12 @@ class _TransformerLensModel(HookedModel):
     def _value_point(self, attention: Any) -> nn.Module:
         """The module whose output is the layer's values."""
 
+    def _has_values(self, attention: Any) -> bool:
+        try:
+            return isinstance(self._value_point(attention), nn.Module)
+        except AttributeError:
+            return False
+
     def _by_head(self, values: Tensor) -> Float[Tensor, "row head src d_head"]:
         """Values `[row, src, ...]` of heads or groups of heads, one per head."""
         values = values.reshape(*values.shape[:2], -1, self._d_head).transpose(1, 2)
@@ -63,8 +75,8 @@ class BridgeModel(_TransformerLensModel):
 
     kind = "TransformerBridge"
     way_out = (
-        '. The plain Hugging Face model takes such edits: load it with kind="huggingface", or give the checkpoint of '
-        "a series itself, `series[step]`"
+        '. Use the plain Hugging Face model: load it with kind="huggingface", or give the checkpoint of a series '
+        "itself, `series[step]`"
     )
 
     @staticmethod
