@@ -66,6 +66,11 @@ class FileSource(HubRepository):
         """Repository, commit and file, found without fetching weights."""
         return f"{self.repository}@{self._commit(MAIN)}/{self._files[step].name}"
 
+    def hashes(self, step: int) -> dict[str, str]:
+        """Path of the step's file -> hash of its content, by one question to the hub for all steps."""
+        name = self._files[step].name
+        return {name: self._hashes_of_all[name]}
+
     def load(self, step: int, device: "torch.device | str" = "cpu") -> "tuple[nn.Module, Fingerprint]":
         """A new model with the weights of `step` and the weights' fingerprint.
 
@@ -88,7 +93,7 @@ class FileSource(HubRepository):
         from emergent_heads.checkpoints.transformerlens_format import fill
         from emergent_heads.checkpoints.weights import stored_in
 
-        with self._fetched(step) as path, stored_in(path) as stored:
+        with self.fetched(step) as path, stored_in(path) as stored:
             return fill(model, stored, old_layout=self._has_old_layout)
 
     @cached_property
@@ -150,10 +155,14 @@ class FileSource(HubRepository):
         here = [path.relative_to(snapshot).as_posix() for path in (snapshot / self._folder).glob(f"*{SUFFIX}")]
         return dict.fromkeys([*here, *filter(None, self._own_markers())], 0)
 
+    @cached_property
+    def _hashes_of_all(self) -> dict[str, str]:
+        return self._hashes(MAIN, self._commit(MAIN), self._folder or None)
+
     # fetching
 
     @contextmanager
-    def _fetched(self, step: int) -> Iterator[Path]:
+    def fetched(self, step: int) -> Iterator[Path]:
         """The file of a step while it is read."""
         try:
             yield self._path(step)

@@ -148,11 +148,27 @@ class HubRepository:
 
     def _sizes(self, revision: str, commit: str, under: str | None = None) -> dict[str, int]:
         """Path in the repository -> bytes, of the files at the top or in the folder `under`."""
+        return {file.path: file.size for file in self._listing(revision, commit, under)}
+
+    def _hashes(self, revision: str, commit: str, under: str | None = None) -> dict[str, str]:
+        """The same files -> hash of the content: SHA-256 of large files, git's of others."""
+        return {
+            file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
+            for file in self._listing(revision, commit, under)
+        }
+
+    def _listing(self, revision: str, commit: str, under: str | None) -> list[Any]:
+        """What the hub says of the files, nothing of which is fetched."""
+        if offline():
+            raise HubError(
+                f"{self.repository}, revision {revision}: what is there can only be asked of the hub, and "
+                "HF_HUB_OFFLINE is set; unset it"
+            )
         listing = self._ask(
             revision,
             lambda: list(self._api().list_repo_tree(self.repository, path_in_repo=under, revision=commit)),
         )
-        return {file.path: file.size for file in listing if hasattr(file, "size")}
+        return [file for file in listing if hasattr(file, "size")]
 
     def _place_for(self, key: str) -> dict[str, Any]:
         """Where the files of a checkpoint go: into the hub's cache, or into a folder of our own."""
@@ -268,6 +284,20 @@ class HubSource(HubRepository):
         """Repository and commit, found without fetching weights; None where the hub has no such revision."""
         commit = self._commits.get(self._revision(step))
         return commit and f"{self.repository}@{commit}"
+
+    def hashes(self, step: int) -> dict[str, str]:
+        """File name -> hash of its content, by one question to the hub; no file is fetched.
+
+        Raises:
+            CheckpointError: the hub has no such revision. HubError: the hub does not answer.
+        """
+        revision = self._revision(step)
+        return self._hashes(revision, self._commit(revision))
+
+    def fetch_into(self, folder: Path, step: int, name: str) -> Path:
+        """One small file of a step, fetched into a folder of the caller's."""
+        revision = self._revision(step)
+        return self._download(name, revision, self._commit(revision), {"local_dir": folder})
 
     def folder(self, step: int) -> Path:
         """The local folder with config, weights and, where there is one, tokenizer; fetched when it is not there.
