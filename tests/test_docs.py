@@ -46,6 +46,10 @@ SMALLER = {
 """What is changed in the blocks so that a training takes a second; all else runs as it stands."""
 
 
+NEEDS = {"nnsight.md": "nnsight"}
+"""What a page's blocks cannot do without, beside the core."""
+
+
 def pages_with(language: str) -> list[str]:
     return [page.name for page in PAGES if any(of == language for of, _ in blocks_of(page))]
 
@@ -93,6 +97,8 @@ def link_probed_run(page: str, workplace: Path, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run_in_order(page, workplace, request):
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page], reason=f"the extra {NEEDS[page]} is not installed")
     link_probed_run(page, workplace, request)
     run_python(DOCS / page, SMALLER)
 
