@@ -116,13 +116,14 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.status is not None:
             return self._send(fault.status, b"{}")
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(refs|tree|revision)(?:/(.+))?", path):
-            return self._answer_api(*match.groups())
+            recursive = "recursive=true" in urlsplit(self.path).query.lower()
+            return self._answer_api(*match.groups(), recursive=recursive)
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/(.+/.+)", path):
             revision, filename = self._split(*match.groups())
             return self._send_file(match[1], revision, filename, half=fault is not None and fault.truncate)
         return self._send(404, b"{}")
 
-    def _answer_api(self, repository: str, what: str, name: str | None) -> None:
+    def _answer_api(self, repository: str, what: str, name: str | None, recursive: bool) -> None:
         revisions = self.hub.revisions_of(repository)
         if not revisions:
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -139,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         revision, folder = found
         if what == "tree":
-            return self._send_tree(folder, under)
+            return self._send_tree(folder, under, recursive)
         siblings = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]
         sha = self.hub.commit(repository, revision)
         return self._send_json({"id": repository, "sha": sha, "siblings": siblings})
@@ -151,11 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
         known = [split for split in splits if self.hub.revision(repository, split[0]) is not None]
         return known[0] if known else splits[0]
 
-    def _send_tree(self, folder: Path, under: str) -> None:
-        """What lies in `folder / under`, not deeper, as the hub lists it."""
+    def _send_tree(self, folder: Path, under: str, recursive: bool) -> None:
+        """What lies in `folder / under`, and deeper if asked for, as the hub lists it."""
         if not (folder / under).is_dir():
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        paths = sorted((folder / under).iterdir())
+        paths = sorted((folder / under).rglob("*") if recursive else (folder / under).iterdir())
         entries = [
             {"type": "file", "path": str(p.relative_to(folder)), "size": p.stat().st_size, "oid": _etag(p)}
             if p.is_file()

@@ -94,8 +94,8 @@ _TRANSFORMER_LENS = {
 _PRE_PRETRAINED = ("pythia-160m-shuffle-dyck-500steps", "pythia-160m-c4-only-10k", "pythia-160m-sd-500-c4-10k")
 _REFUSED = dict.fromkeys(
     ("pre-pretraining", *_PRE_PRETRAINED),
-    f"the pre-pretrained Pythias of Hu et al. 2025 are public (of michahu8: {', '.join(_PRE_PRETRAINED)}), but how "
-    "their checkpoints are named is written nowhere; look at the branches and files of the repository, then use "
+    f"the pre-pretrained Pythias of Hu et al. 2025 are public (of michahu8: {', '.join(_PRE_PRETRAINED)}), but their "
+    "README does not say how their checkpoints are named; look at the branches and files of the repository, then use "
     "CheckpointSeries.from_hub or register_suite with the pattern you find",
 ) | dict.fromkeys(
     ("olmo-7b", "olmo-7b-hf"),

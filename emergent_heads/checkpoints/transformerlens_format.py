@@ -55,7 +55,7 @@ def new_model(config: Mapping[str, Any], device: "torch.device | str", tokenizer
             model = make(shape, device, tokenizer)
     except (ValueError, KeyError, AssertionError, AttributeError, TypeError, NotImplementedError) as error:
         raise UnsupportedModelError(
-            f"transformer-lens {version('transformer-lens')} cannot make it: {error}"
+            f"transformer-lens {version('transformer-lens')} cannot make the model of config.json: {error}"
         ) from error
     return model.eval().requires_grad_(False)
 
@@ -119,13 +119,13 @@ def fill(model: nn.Module, stored: "StoredWeights", *, old_layout: bool) -> "Fin
             )
 
             weights = convert_tl_checkpoint(weights, config)
-        report = model.load_state_dict(weights, strict=False)
+        own = {name for name in model.state_dict() if not name.endswith(_NOT_WEIGHTS)}
+        for verb, names in (("lacks", own - set(weights)), ("has", set(weights) - own)):
+            if names:
+                raise CheckpointError(f"it {verb} {min(names)}, unlike the model of config.json")
+        model.load_state_dict(weights, strict=False)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"its weights do not fit the model: {' '.join(str(error).split())}") from error
-    missing = [name for name in report.missing_keys if not name.endswith(_NOT_WEIGHTS)]
-    for verb, names in (("lacks", missing), ("has", report.unexpected_keys)):
-        if names:
-            raise CheckpointError(f"it {verb} {names[0]}, unlike the model of config.json")
     return fingerprint(model)
 
 
