@@ -76,11 +76,11 @@ def _as_bridge(model: Any, tokenizer: Any | None) -> Any:
 
     architecture = type(model).__name__
     tokens = _sample_tokens(model)
-    own = _logits(lambda: model(tokens).logits)  # before: the bridge is built into the model
+    own = _logits(lambda: model(tokens, use_cache=False).logits)  # before: the bridge is built into the model
     try:
         bridge = build_bridge_from_module(model, architecture, hf_config=model.config, tokenizer=tokenizer)
         bridge.eval().requires_grad_(False)
-        found = _logits(lambda: bridge(tokens))
+        found = _logits(lambda: bridge.original_model(tokens, use_cache=False).logits)
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"transformer-lens has no TransformerBridge for this {architecture} ({error}); load it as 'huggingface'"
@@ -114,7 +114,7 @@ def _as_hooked_transformer(model: Any, tokenizer: Any | None) -> Any:
         raise UnsupportedModelError(
             f"transformer-lens cannot convert this {architecture} to a HookedTransformer ({error}); load as 'bridge'"
         ) from error
-    own = _logits(lambda: model(tokens).logits)
+    own = _logits(lambda: model(tokens, use_cache=False).logits)
     _check_same("HookedTransformer", architecture, found, own, "load as 'bridge' or 'huggingface'")
     return converted
 
