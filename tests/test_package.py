@@ -28,6 +28,7 @@ GROUND = {
     "plots_probes",
     "plots_quiet",
     "plots_sae",
+    "plots_verification",
     "processes",
 }
 

@@ -91,12 +91,17 @@ class KnownIssue:
     @property
     def steps_text(self) -> str:
         """The steps in words: "0, 1, 2, 1000 to 53000 by 1000"."""
-        return ", ".join(_runs(self.steps)) or "other branches"
+        return steps_in_words(self.steps) or "other branches"
 
 
 def issues_of(repository: str | None, step: int) -> tuple[KnownIssue, ...]:
     """What is known of a step, the gravest first."""
     return tuple(issue for issue in _ISSUES_OF.get(repository or "", ()) if step in issue.steps)
+
+
+def steps_in_words(steps: Collection[int]) -> str:
+    """Steps, ascending, those in even distances joined: "0, 1, 2, 1000 to 53000 by 1000"."""
+    return ", ".join(_runs(steps))
 
 
 def issue_to_mark(repository: str | None, step: int) -> KnownIssue | None:
@@ -243,7 +248,6 @@ def _on_use(issue: KnownIssue) -> str:
 
 
 def _runs(steps: Collection[int]) -> Iterator[str]:
-    """The steps, ascending, those in even distances joined."""
     if isinstance(steps, range) and steps.step == 1:
         yield f"all from {steps.start} to {steps.stop - 1}"
         return

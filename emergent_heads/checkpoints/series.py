@@ -17,6 +17,7 @@ from emergent_heads.errors import ArgumentError, CheckpointError, KnownBadCheckp
 from emergent_heads.storage import KeptTables, cache_folder
 
 if TYPE_CHECKING:
+    from emergent_heads.checkpoints.verification import Verification
     from emergent_heads.checkpoints.weights import Fingerprint, Resident
     from emergent_heads.models.hooked import HookedModel
     from emergent_heads.models.small import SmallModel
@@ -317,6 +318,31 @@ class CheckpointSeries:
         """
         step = self[step].step
         return self.source.tokens_seen(step) if isinstance(self.source, HubSource | FileSource) else None
+
+    def verify(
+        self, steps: Iterable[int] | None = None, *, weights: bool | None = None, progress: bool = True
+    ) -> "Verification":
+        """Compares the checkpoints with each other, to find those that are not what their names say.
+
+        From the hub nothing but small index files is fetched: its hashes of the files tell checkpoints with the same
+        weights, single shards that two checkpoints share, and missing revisions, weights, shards and configs. With
+        the weights themselves also matrices that two checkpoints share, values that are not finite, and outliers in
+        the norms along training (`emergent_heads.checkpoints.verification.deviations` has the rule).
+
+        Args:
+            steps: which; all by default.
+            weights: whether to read the weights; by default where they lie on the disk. True fetches them from the
+                hub, one checkpoint after the other and under the series' cache policy.
+            progress: whether to show a bar.
+
+        Raises:
+            UnknownStepError: there is no such step.
+            ArgumentError: no steps, or a series from a loader without `weights=True`.
+            HubError: the hub does not answer.
+        """
+        from emergent_heads.checkpoints.verification import verify
+
+        return verify(self, steps, weights=weights, progress=progress)
 
     def hooked(self, step: int) -> "HookedModel":
         """The one resident model of the series, with the weights of `step` swapped in.

@@ -1,0 +1,36 @@
+"""Figure of a verification: the norms of the weights along training."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from emergent_heads.plots import GREY, VERMILION, panel_grid, step_axis, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def weight_norms(table: pd.DataFrame, *, outlier_at: float) -> "Figure":
+    """Each matrix' norm as a multiple of its median over the checkpoints, a line each; outliers have a cross.
+
+    Args:
+        table: as `Verification.norms`.
+        outlier_at: deviation from which on a norm is an outlier.
+    """
+    wide = table.pivot(index="step", columns="tensor", values="rms")
+    relative = wide / wide.median()
+    far = table.pivot(index="step", columns="tensor", values="deviation") >= outlier_at
+    with style():
+        figure, (axes,) = panel_grid(1, width=5.2, height=3.2)
+        axes.plot(relative.index, relative.to_numpy(), color=GREY, alpha=0.5, linewidth=0.8)
+        axes.plot([], [], color=GREY, linewidth=0.8, label=f"one of {wide.shape[1]} matrices")
+        steps, matrices = np.nonzero(far.to_numpy())
+        if len(steps):
+            label = f"leaves its neighbours' (deviation ≥ {outlier_at:g})"
+            axes.plot(relative.index[steps], relative.to_numpy()[steps, matrices], "x", color=VERMILION, label=label)
+        step_axis(axes.xaxis, wide.index.tolist())
+        axes.set_xlabel("training step")
+        axes.set_ylabel("norm of the matrix, over its median")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
