@@ -302,25 +302,30 @@ class PatchEngine:
         for layer in range(model.n_layers):
             masks[layer + 1, layer, -1] = True  # row 0 stays as it is
         z: dict[int, Tensor] = {}
+        attention: dict[int, Tensor] = {}
         mlp_in: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for layer in range(model.n_layers):
                 stack.enter_context(model.on_z(layer, keep_in(z, layer)))
+                stack.enter_context(editing_output(model.attention[layer], keep_in(attention, layer)))
                 if model.mlp[layer] is not None:
                     stack.enter_context(editing_input(model.mlp[layer], keep_in(mlp_in, layer)))
             plain = self._run_sets(0, trace, new, masks, "all")
-        self.conclusive = self._every_layer_matters(plain, z)
+        self.conclusive = self._every_layer_matters(plain, z, trace)
         self._parallel = [
-            self.conclusive and layer in mlp_in and not _moved(mlp_in[layer][layer + 1], mlp_in[layer][0])
+            self.conclusive
+            and layer in mlp_in
+            and _moved(attention[layer][layer + 1], attention[layer][0], 1e-4, trace.resid_pre[layer][0])
+            and not _moved(mlp_in[layer][layer + 1], mlp_in[layer][0])
             for layer in range(model.n_layers)
         ]
         mlp_out = [out if parallel else None for out, parallel in zip(trace.mlp_out, self._parallel, strict=True)]
         self.uses_shortcuts = self.conclusive and self._shortcuts_hold(replace(trace, mlp_out=mlp_out), new, plain)
 
-    def _every_layer_matters(self, plain: Float[Tensor, "set 1 d_model"], z: dict[int, Tensor]) -> bool:
+    def _every_layer_matters(self, plain: Float[Tensor, "set 1 d_model"], z: dict[int, Tensor], trace: Trace) -> bool:
         """Whether the edit of each layer moves the output; False where only weights of zero keep it from doing so."""
         still = [layer for layer in range(self._model.n_layers) if not _moved(plain[layer + 1], plain[0])]
-        if dead := [layer for layer in still if not self._weights_drop_it(layer, z.get(layer))]:
+        if dead := [layer for layer in still if not self._weights_drop_it(layer, z.get(layer), trace)]:
             raise InterventionHasNoEffect(
                 f"editing the attention patterns of layer {listed(dead)} does not change the output of this "
                 f"{self._model.kind}: it uses its patterns before the hook is called, so patching it would do "
@@ -328,11 +333,12 @@ class PatchEngine:
             )
         return not still
 
-    def _weights_drop_it(self, layer: int, z: Tensor | None) -> bool:
-        """Whether the edit does reach the heads' outputs, and only an output projection of zeros hides it."""
+    def _weights_drop_it(self, layer: int, z: Tensor | None, trace: Trace) -> bool:
+        """Whether the edit does reach the heads' outputs, and only an output projection of (almost) zeros hides it."""
         if z is None or not _moved(z[layer + 1], z[0]):
             return False
-        return not _moved(self._model.project(layer, z[layer + 1]), self._model.project(layer, z[0]))
+        edited, plain = (self._model.project(layer, z[row]) for row in (layer + 1, 0))
+        return not _moved(edited, plain, like=trace.resid_pre[layer][0] + plain)
 
     def _shortcuts_hold(self, trace: Trace, new: Sequence[Tensor], plain: Float[Tensor, "set 1 d_model"]) -> bool:
         """Whether the shortcut in the first, middle and last layer gives what the plain run gives."""
@@ -348,10 +354,14 @@ class PatchEngine:
         return torch.allclose(short, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-def _moved(edited: Tensor, plain: Tensor) -> bool:
-    """Whether two rows of one batch differ by more than the rounding that depends on a row's place in it."""
-    rounding = {torch.float64: 1e-12, torch.float32: 1e-6}.get(plain.dtype, 0.0)
-    return not bool(((edited - plain).abs() <= rounding * plain.abs().max()).all())
+def _moved(edited: Tensor, plain: Tensor, share: float | None = None, like: Tensor | None = None) -> bool:
+    """Whether two rows of one batch differ by more than a share of the largest number in `like` (default: `plain`).
+
+    The default share is the rounding that depends on a row's place in the batch.
+    """
+    if share is None:
+        share = {torch.float64: 1e-12, torch.float32: 1e-6}.get(plain.dtype, 0.0)
+    return not bool(((edited - plain).abs() <= share * (plain if like is None else like).abs().max()).all())
 
 
 def _random_pattern(like: Float[Tensor, "prompt head dest src"]) -> Float[Tensor, "prompt head dest src"]:
