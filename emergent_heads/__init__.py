@@ -21,6 +21,7 @@ _HOMES = {
     "emergent_heads.analysis.trajectories": ("head_trajectories",),
     "emergent_heads.analysis.transplant": ("transplant_features",),
     "emergent_heads.analysis.transition": ("LossRange", "find_transition"),
+    "emergent_heads.checkpoints.known_issues": ("known_issues",),
     "emergent_heads.checkpoints.series": ("Checkpoint", "CheckpointSeries"),
     "emergent_heads.checkpoints.suites": ("register_suite", "suite", "suites"),
     "emergent_heads.models.attention_bias": ("AttentionBias",),
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from emergent_heads.analysis.trajectories import head_trajectories
     from emergent_heads.analysis.transition import LossRange, find_transition
     from emergent_heads.analysis.transplant import transplant_features
+    from emergent_heads.checkpoints.known_issues import known_issues
     from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
     from emergent_heads.checkpoints.suites import register_suite, suite, suites
     from emergent_heads.models.attention_bias import AttentionBias
