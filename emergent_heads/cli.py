@@ -103,6 +103,8 @@ class Source:
     """what becomes of fetched checkpoints after use"""
     disk_budget_gb: Annotated[float | None, _unset("GB")] = None
     """most disk that fetched checkpoints may take"""
+    allow_known_bad: bool = True
+    """use published weights that are known to be wrong, with a warning; or pass over them"""
 
     def series(self) -> "CheckpointSeries":
         """The checkpoints; nothing is loaded yet.
@@ -117,7 +119,12 @@ class Source:
         _goes_with("--seed", self.seed, "--suite", self.suite)
         _goes_with("--pattern", self.pattern, "--hub", self.hub)
         _check_device(self.device)
-        fetching: dict[str, Any] = {"cache": self.cache, "disk_budget_gb": self.disk_budget_gb, "device": self.device}
+        fetching: dict[str, Any] = {
+            "cache": self.cache,
+            "disk_budget_gb": self.disk_budget_gb,
+            "device": self.device,
+            "allow_known_bad": self.allow_known_bad,
+        }
         if self.suite is not None:
             return suite(self.suite, self.seed, **fetching)
         if self.hub is not None:
@@ -187,6 +194,30 @@ class Suites:
         print(_suites_shown(table))
         if self.out:
             _say(f"wrote {save_table(table, self.out, {'command_line': line})}")
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Are the checkpoints what their names say? Compares file hashes, without fetching weights, and known issues.
+
+    Example: emergent-heads verify --suite pythia-2.8b --out verified.csv
+    """
+
+    source: Source = field(default_factory=Source)
+    steps: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N", help_behavior_hint="")] = ()
+    """which checkpoints (all if left out)"""
+    weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """also read the weights, one checkpoint after the other; those on the disk are always read"""
+    out: TableFile = None
+    """write the table: .csv, .parquet or .json"""
+    plot: FigureFile = None
+    """draw the norms of the weights: .png, .pdf or .svg"""
+
+    def run(self, line: str) -> None:
+        _check_outputs(self.out, self.plot)
+        found = self.source.series().verify(self.steps or None, weights=self.weights or None)
+        _print_result(found)
+        _write(found, self.out, self.plot, line)
 
 
 @dataclass(frozen=True)
@@ -844,6 +875,7 @@ class Demo:
 
 COMMANDS: dict[str, type[Command]] = {
     "suites": Suites,
+    "verify": Verify,
     "emergence": Emergence,
     "rank": Rank,
     "train": Train,

@@ -147,10 +147,13 @@ def test_help_has_an_example_that_parses(name, capsys):
 
 TASK = ["--task", "string_repetition"]
 WRONG = {
-    "no command": ([], "Expected one of {suites, emergence, rank, train, probe, ablate, sweep, reproduce, demo}"),
+    "no command": (
+        [],
+        "Expected one of {suites, verify, emergence, rank, train, probe, ablate, sweep, reproduce, demo}",
+    ),
     "unknown command": (
         ["ranks"],
-        "Available subcommands: suites, emergence, rank, train, probe, ablate, sweep, reproduce, demo",
+        "Available subcommands: suites, verify, emergence, rank, train, probe, ablate, sweep, reproduce, demo",
     ),
     "unknown option": (["rank", "--suit", "x"], "Perhaps you meant: --suite"),
     "not a number": (["rank", "--top", "many"], "--top"),
