@@ -100,7 +100,7 @@ class RemoteModel(HookedModel):
         self.kind = f"remote {name or type(module).__name__}{revision}"
         self._module, self._envoy, self._remote = module, model, remote
         self.n_layers = config.num_hidden_layers
-        self.n_heads = config.num_attention_heads
+        self.n_heads = getattr(config, "num_attention_heads", 0)
         self.d_model = config.hidden_size
         self.vocabulary_size = int(module.get_input_embeddings().weight.shape[0])
         self.context = getattr(config, "max_position_embeddings", None)
