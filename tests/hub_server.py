@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 import pytest
 
 FolderOf = Callable[[str, str], Path | None]
 RevisionsOf = Callable[[str], list[str]]
+Query = Mapping[str, list[str]]
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Hub:
     """A running server; `requests` are the "METHOD path" it has seen.
 
     Revisions in `tags` are served as tags, the others as branches; those in `same_commit` have the commit of another.
+    Weights are told with the hash of their content, as files in LFS are, and folders `page_size` entries at a time.
     """
 
     folder_of: FolderOf
@@ -59,6 +61,7 @@ class Hub:
     faults: list[Fault] = field(default_factory=list)
     tags: set[tuple[str, str]] = field(default_factory=set)
     same_commit: dict[tuple[str, str], str] = field(default_factory=dict)
+    page_size: int = 1000
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, where: str = "", *, times: int | None = None, **how) -> None:
@@ -116,14 +119,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.status is not None:
             return self._send(fault.status, b"{}")
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(refs|tree|revision)(?:/(.+))?", path):
-            recursive = "recursive=true" in urlsplit(self.path).query.lower()
-            return self._answer_api(*match.groups(), recursive=recursive)
+            return self._answer_api(*match.groups(), query=parse_qs(urlsplit(self.path).query))
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/(.+/.+)", path):
             revision, filename = self._split(*match.groups())
             return self._send_file(match[1], revision, filename, half=fault is not None and fault.truncate)
         return self._send(404, b"{}")
 
-    def _answer_api(self, repository: str, what: str, name: str | None, recursive: bool) -> None:
+    def _answer_api(self, repository: str, what: str, name: str | None, query: Query) -> None:
         revisions = self.hub.revisions_of(repository)
         if not revisions:
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -140,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         revision, folder = found
         if what == "tree":
-            return self._send_tree(folder, under, recursive)
+            return self._send_tree(folder, under, query)
         siblings = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]
         sha = self.hub.commit(repository, revision)
         return self._send_json({"id": repository, "sha": sha, "siblings": siblings})
@@ -152,18 +154,19 @@ class _Handler(BaseHTTPRequestHandler):
         known = [split for split in splits if self.hub.revision(repository, split[0]) is not None]
         return known[0] if known else splits[0]
 
-    def _send_tree(self, folder: Path, under: str, recursive: bool) -> None:
-        """What lies in `folder / under`, and deeper if asked for, as the hub lists it."""
+    def _send_tree(self, folder: Path, under: str, query: Query) -> None:
+        """What lies in `folder / under`, and deeper if asked for, as the hub lists it: page by page."""
         if not (folder / under).is_dir():
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        recursive = query.get("recursive", [""])[0].lower() == "true"
         paths = sorted((folder / under).rglob("*") if recursive else (folder / under).iterdir())
-        entries = [
-            {"type": "file", "path": str(p.relative_to(folder)), "size": p.stat().st_size, "oid": _etag(p)}
-            if p.is_file()
-            else {"type": "directory", "path": str(p.relative_to(folder)), "oid": "0" * 40}
-            for p in paths
-        ]
-        return self._send_json(entries)
+        start = int(query.get("cursor", ["0"])[0])
+        end = start + self.hub.page_size
+        headers = {"Content-Type": "application/json"}
+        if end < len(paths):
+            following = urlencode({**{name: values[0] for name, values in query.items()}, "cursor": end})
+            headers["Link"] = f'<{self.hub.endpoint}{urlsplit(self.path).path}?{following}>; rel="next"'
+        return self._send(200, json.dumps([_entry(path, folder) for path in paths[start:end]]).encode(), headers)
 
     def _send_file(self, repository: str, name: str, filename: str, half: bool) -> None:
         found = self._folder(repository, name)
@@ -207,6 +210,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+def _entry(path: Path, folder: Path) -> dict[str, object]:
+    """A file or folder as the hub lists it."""
+    name = str(path.relative_to(folder))
+    if not path.is_file():
+        return {"type": "directory", "path": name, "oid": "0" * 40}
+    entry: dict[str, object] = {"type": "file", "path": name, "size": path.stat().st_size, "oid": _etag(path)}
+    if path.suffix in (".safetensors", ".bin", ".pth"):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        entry["lfs"] = {"oid": content, "size": path.stat().st_size, "pointerSize": 134}
+    return entry
 
 
 @contextmanager
