@@ -318,7 +318,7 @@ ISSUES: tuple[KnownIssue, ...] = (
         (0,),
         "wrong weights",
         "The later checkpoints do not continue from this one: at step 1 the weights are those of the data-seed runs, "
-        "which start elsewhere, and two steps of training cannot lead there. Not to be used as the start of the run. "
+        "which start elsewhere, and one step of training cannot lead there. Not to be used as the start of the run. "
         "The report did not look at weight-seed3.",
         f"{_PYTHIA}/issues/203",
         "2026-07-21",
@@ -385,6 +385,16 @@ ISSUES: tuple[KnownIssue, ...] = (
         "2025-08-25",
     ),
     KnownIssue(
+        ("allenai/OLMo-2-1124-13B",),
+        "allenai/OLMo-2-1124-13B, stage 2",
+        (),
+        "missing",
+        "Only the last branch of each ingredient of stage 2 was there; the maintainers began to upload the others in "
+        "April 2025.",
+        f"{_OLMO}/issues/816",
+        "2025-03-26",
+    ),
+    KnownIssue(
         tuple(name for name in _pythia_repositories() if name not in _NOT_AS_LEFT),
         "Pythia v1 and PolyPythias (all but pythia-2.8b and pythia-160m-weight-seed1 to 3)",
         (0, 1, 2),
@@ -419,16 +429,6 @@ ISSUES: tuple[KnownIssue, ...] = (
         "2023-06-06",
     ),
     KnownIssue(
-        ("allenai/OLMo-2-1124-13B",),
-        "allenai/OLMo-2-1124-13B, stage 2",
-        (),
-        "mended",
-        "Only the last branch of each ingredient of stage 2 was there; the maintainers began to upload the others in "
-        "April 2025.",
-        f"{_OLMO}/issues/816",
-        "2025-03-26",
-    ),
-    KnownIssue(
         ("EleutherAI/pythia-160m",),
         "EleutherAI/pythia-160m",
         (143_000,),
@@ -444,8 +444,8 @@ ISSUES: tuple[KnownIssue, ...] = (
         (*_EARLY[2:], 1000, 3000, 13_000, 23_000, 33_000),
         "published scores",
         "Of the eight published zero-shot accuracies the two models share all at every step up to 1000 (the other "
-        "sizes at steps 0 and 1 only), and four to seven at steps 3000 to 33000: one model's scores may stand under "
-        "both names. Seen by comparing the tables; nobody has said why.",
+        "sizes at steps 0 and 1 at most), and four to seven at steps 3000 to 33000: one model's scores may stand "
+        "under both names. Seen by comparing the tables; nobody has said why.",
         f"{_PYTHIA}/tree/main/evals/pythia-v1",
         "",
     ),
