@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pandas as pd
 import pytest
 from error_examples import EXAMPLES
 from pages import blocks_of, command_lines, make_workplace, pythia_hub, run_python, with_digits
@@ -17,6 +18,9 @@ from pages import blocks_of, command_lines, make_workplace, pythia_hub, run_pyth
 import emergent_heads as eh
 from emergent_heads import cli
 from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.results import Result
+from emergent_heads.sweeps import RunSpec
+from emergent_heads.training.run import Run
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -95,12 +99,31 @@ def link_probed_run(page: str, workplace: Path, request: pytest.FixtureRequest) 
         (workplace / "probes").symlink_to(folder / "probes")
 
 
+def columns_of(value: object) -> set[str]:
+    """Columns of a result's tables, or of a run's, under the names that the page on numbers explains."""
+    if not isinstance(value, (Result, Run)):
+        return set()
+    fields = ("table", "summary", "seeds", "places", "curves", "runs", "controls", "metrics", "positions")
+    tables = [table for name in fields if isinstance(table := getattr(value, name, None), pd.DataFrame)]
+    settings = {*RunSpec.__dataclass_fields__, *SmallModelConfig.__dataclass_fields__, "state_size", "batch_size"}
+    names = {re.sub("_(low|high|pre|post)$", "", str(name)) for table in tables for name in table.columns}
+    names = {re.sub("^(median|restricted_mean)_step_", "step_", name) for name in names}
+    return {name.removesuffix("_low").removesuffix("_high") for name in names} - settings
+
+
+def explained_columns() -> set[str]:
+    found = re.findall(r"`([\w.]+)`", (DOCS / "numbers.md").read_text())
+    return {re.sub("_(low|high|pre|post)$", "", name) for name in found}
+
+
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run_in_order(page, workplace, request):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page], reason=f"the extra {NEEDS[page]} is not installed")
     link_probed_run(page, workplace, request)
-    run_python(DOCS / page, SMALLER)
+    for name, value in run_python(DOCS / page, SMALLER).items():
+        unexplained = columns_of(value) - explained_columns()
+        assert not unexplained, f"{page}: numbers.md says nothing of {sorted(unexplained)} of {name}"
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
@@ -230,6 +253,13 @@ def test_every_entry_is_in_the_site(site):
     anchors = _Page(site / "api.html").anchors
     for entry in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE):
         assert entry in anchors or entry == "emergent_heads.tasks.language", entry
+
+
+def test_each_argument_stands_on_its_own(site):
+    entry = (site / "api.html").read_text().split('id="emergent_heads.rank_heads"')[1].split("doc doc-object ")[0]
+    cells = re.findall(r"<tr[^>]*>\s*<td>\s*<code>(\w+)</code>.*?</tr>", entry, flags=re.DOTALL)
+    arguments = list(inspect.signature(eh.rank_heads).parameters)
+    assert cells[: len(arguments)] == arguments
 
 
 def test_no_table_is_broken(site):
