@@ -55,7 +55,8 @@ NEEDS = {"nnsight.md": "nnsight"}
 
 
 def pages_with(language: str) -> list[str]:
-    return [page.name for page in PAGES if any(of == language for of, _ in blocks_of(page))]
+    written = [page for page in PAGES if page.name not in GENERATED]
+    return [page.name for page in written if any(of == language for of, _ in blocks_of(page))]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def columns_of(value: object) -> set[str]:
     """Columns of a result's tables, or of a run's, under the names that the page on numbers explains."""
     if not isinstance(value, (Result, Run)):
         return set()
-    fields = ("table", "summary", "seeds", "places", "curves", "runs", "controls", "metrics", "positions")
+    fields = ("table", "summary", "seeds", "places", "curves", "runs", "controls", "norms", "metrics", "positions")
     tables = [table for name in fields if isinstance(table := getattr(value, name, None), pd.DataFrame)]
     settings = {*RunSpec.__dataclass_fields__, *SmallModelConfig.__dataclass_fields__, "state_size", "batch_size"}
     names = {re.sub("_(low|high|pre|post)$", "", str(name)) for table in tables for name in table.columns}
