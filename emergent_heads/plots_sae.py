@@ -48,7 +48,7 @@ def comparison(table: pd.DataFrame) -> "Figure":
 
 
 def latent_series(table: pd.DataFrame, emergence: pd.DataFrame) -> "Figure":
-    """Loss as a share of the strongest baseline's over the steps, one panel per feature, with where each emerges.
+    """Loss as a share of the prior's over the steps, one panel per feature, with where each readout emerges.
 
     Args:
         table: as `LatentSeries.table`.
@@ -60,18 +60,20 @@ def latent_series(table: pd.DataFrame, emergence: pd.DataFrame) -> "Figure":
         for axes, feature in zip(panels, features, strict=True):
             means = table.loc[table["feature"] == feature].groupby("step").mean(numeric_only=True)
             said = emergence.loc[emergence["feature"] == feature].set_index("readout")
-            axes.axhline(1, color="black", linewidth=0.8, linestyle=(0, (1, 2)), label="strongest baseline")
+            axes.axhline(1, color="black", linewidth=0.8, linestyle=(0, (1, 2)), label="prior")
+            baseline = float((means["baseline_loss"] / means["prior_loss"]).mean())
+            axes.axhline(baseline, color="black", linewidth=0.8, linestyle="--", label="strongest baseline")
             for name, label, colour, marker, dash in _LINES:
-                share = (means[f"{name}_loss"] / means["baseline_loss"]).to_numpy(float)
+                share = (means[f"{name}_loss"] / means["prior_loss"]).to_numpy(float)
                 axes.plot(means.index, share, dash, color=colour, marker=marker, label=label)
                 if name in said.index and np.isfinite(step := float(said.loc[name, "emergence_step"])):  # pyright: ignore[reportArgumentType]
                     axes.axvline(step, color=colour, linewidth=0.9, alpha=0.7, linestyle=dash, zorder=0)
             axes.set_title(feature.replace("_", " "))
             axes.set_xlabel("training step")
-            axes.set_ylim(-0.05, 1.6)
+            axes.set_ylim(-0.05, 1.35)
             step_axis(axes.xaxis, means.index.tolist())
             if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
-                axes.set_ylabel("loss, share of the baseline's")
+                axes.set_ylabel("loss, share of the prior's")
         columns = 2 if len(features) == 1 else 3
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns)
     return figure

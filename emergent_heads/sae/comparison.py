@@ -73,7 +73,7 @@ class LatentComparison(Result):
     @cached_property
     def summary(self) -> pd.DataFrame:
         """Per feature the mean losses over places and components, and the share of the gap that these close."""
-        means = self.table.groupby("feature", sort=False)[list(_LOSSES)].mean().reset_index()
+        means: Any = self.table.groupby("feature", sort=False, as_index=False)[list(_LOSSES)].mean()
         means.insert(1, "n", self.table.groupby("feature", sort=False).size().to_numpy())
         return means.assign(**_gaps(means))
 

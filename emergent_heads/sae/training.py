@@ -52,8 +52,8 @@ def train(
     """Trains a top-k autoencoder on the residual stream after one layer.
 
     The residual stream is scaled to a mean length of sqrt(d_model) for the training, so that the same settings do for
-    checkpoints of different sizes, and the scale is folded into the weights afterwards. `b_dec` starts at the mean.
-    Latents that have not fired for a tenth of the training are revived by SAELens' auxiliary loss.
+    checkpoints of different sizes, and the scale is folded into the weights afterwards. Latents that have not fired
+    for a tenth of the training are revived by SAELens' auxiliary loss.
 
     Args:
         model: a checkpoint of a series, or any model that `eh.hooked` takes.
@@ -174,8 +174,8 @@ def _trained(stream: "_Stream", settings: dict[str, Any], model: str, hook: str,
     from sae_lens.saes.sae import SAEMetadata
 
     n_steps = max(1, settings["n_activations"] // settings["batch_size"])
-    device, first = stream.device, stream.peek()
-    scale = stream.d_model**0.5 / float(first.norm(dim=1).mean())
+    device = stream.device
+    scale = stream.d_model**0.5 / float(stream.peek().norm(dim=1).mean())
     with _own_randomness(derive_seed(settings["seed"], "autoencoder weights")):
         sae = sae_lens.TopKTrainingSAE(
             sae_lens.TopKTrainingSAEConfig(
@@ -187,8 +187,6 @@ def _trained(stream: "_Stream", settings: dict[str, Any], model: str, hook: str,
             )
         )
     sae.to(str(device))
-    with torch.no_grad():
-        sae.b_dec.copy_(scale * first.mean(0).to(device))
     config = SAETrainerConfig(
         total_training_samples=n_steps * settings["batch_size"],
         train_batch_size_samples=settings["batch_size"],
