@@ -21,9 +21,46 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7"
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE)
 GREY = "#7F7F7F"
+MARKERS = "os^dvP"
 
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def plain(text: str, width: int | None = None) -> str:
+    """Text of a user's as matplotlib shall write it: no mathematics, every character visible, lines of this width.
+
+    Two dollars would start mathematics, and a legend leaves out what begins with "_". A character that the font in use
+    does not have is written by its number.
+    """
+    known = _characters()
+    shown = "".join(
+        char if ord(char) in known and char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+    shown = textwrap.fill(shown, width) if width else shown
+    shown = shown.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def _characters() -> set[int]:
+    """Numbers of the characters that the fonts in use have."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    paths = {findfont(FontProperties(family=[family])) for family in FontProperties().get_family()}
+    return {number for path in paths for number in get_font(path).get_charmap()}
+
+
+def look_of(index: int) -> dict[str, Any]:
+    """Colour and marker of the line of that index: told apart in grey print too, and 36 of them in colour."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+    }
+
+
+def title_of(name: str, width: float) -> str:
+    """Name of a feature or task as the title of a panel of this width in inches."""
+    return plain(name.replace("_", " "), max(12, int(13 * width)))
 
 
 def save_figure(figure: "Figure", path: Path | str) -> Path:
@@ -116,7 +153,11 @@ def evaluation(table: pd.DataFrame, *, mean: float) -> "Figure":
                 axes.plot(chosen + 1, rows["p_target"][chosen], marker, color=colour, markersize=size, label=of_all)
         axes.axhline(mean, color=GREY, linestyle="--", linewidth=1, label=f"mean {mean:.3g}")
         axes.set_ylim(-0.03, 1.03)
-        axes.xaxis.set_major_locator(_whole_numbers())
+        axes.set_xlim(0.5 - 0.02 * len(rows), len(rows) + 0.5 + 0.02 * len(rows))
+        if len(rows) == 1:
+            axes.set_xticks([1])
+        else:
+            axes.xaxis.set_major_locator(_whole_numbers())
         axes.set_xlabel("prompts, by p(target)")
         axes.set_ylabel("p(target)")
         figure.legend(loc="outside upper center", ncols=2)
@@ -138,7 +179,7 @@ def emergence_curve(
     with style():
         figure, (axes,) = panel_grid(1, width=5.2, height=3.2)
         if "score" in table:
-            _line(axes, table, "score", BLUE, task)
+            _line(axes, table, "score", BLUE, plain(task, 40))
         else:
             _line(axes, table, "share_matched", BLUE, "share of prompts matched", ("share_low", "share_high"))
             _line(axes, table, "p_target", VERMILION, "mean p(target)", ("p_low", "p_high"), marker="s")
@@ -148,7 +189,7 @@ def emergence_curve(
             axes.axvspan(pre, post, color=ORANGE, alpha=0.35, linewidth=0, label=f"emergence: {pre} to {post}")
         step_axis(axes.xaxis, table["step"].tolist())
         axes.set_xlabel("training step")
-        axes.set_ylabel(task if "score" in table else f"{task}: share, probability")
+        axes.set_ylabel(plain(task if "score" in table else f"{task}: share, probability", 44))
         figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -173,8 +214,8 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
             rows = table.loc[table["task"] == task]
             _mean_line(axes, summary.loc[summary["task"] == task], place_of)
             _dots(axes, rows, labels_of_rows[rows.index].map(place_of).to_numpy(float), never=2 * last)
-            axes.set_title(textwrap.fill(task, 36))
-            axes.set_xticks(range(len(labels)), labels, rotation=90 if long_labels else 0)
+            axes.set_title(plain(task, max(20, int(13 * width))))
+            axes.set_xticks(range(len(labels)), list(map(plain, labels)), rotation=90 if long_labels else 0)
             axes.set_xlim(-0.6, len(labels) - 0.4)
             if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
                 axes.set_ylabel("training steps to emergence")
@@ -186,14 +227,22 @@ def emergence_scatter(table: pd.DataFrame, summary: pd.DataFrame) -> "Figure":
 
 def head_map(delta_p: np.ndarray) -> "Figure":
     """Map of delta_p `[layer, head]`, first layer at the top; heads that were not run (NaN) are hatched."""
+    from matplotlib.patches import Patch
+
     n_layers, n_heads = delta_p.shape
-    limit = float(np.nanmax(np.abs(delta_p), initial=0.0)) or 1e-9
+    limit = float(np.nanmax(np.abs(delta_p), initial=0.0)) or 1e-3
     with style():
-        cell = 0.42 if n_heads <= 12 else 0.3
-        figure = new_figure(max(3.2, cell * n_heads + 1.6), max(2.0, cell * n_layers + 0.9))
+        across, down = (min(0.42 if n_heads <= 12 else 0.3, 9 / n) for n in (n_heads, n_layers))
+        figure = new_figure(max(3.2, across * n_heads + 1.6), max(2.0, down * n_layers + 0.9))
         axes = figure.subplots()
-        axes.set_facecolor("#DDDDDD")
-        # Blue to orange through white: told apart with any colour vision; zero is white.
+        if np.isnan(delta_p).any():
+            axes.patch.set(facecolor="#EEEEEE", hatch="//////", edgecolor="#AAAAAA", linewidth=0)
+            figure.legend(
+                [Patch(facecolor="#EEEEEE", hatch="//////", edgecolor="#AAAAAA")],
+                ["not run"],
+                loc="outside upper left",
+            )
+        # Told apart with any colour vision, and in grey print by the rise being the darker one; zero is white.
         image = axes.imshow(delta_p, cmap=_diverging(), vmin=-limit, vmax=limit, aspect="auto")
         axes.spines[:].set_visible(False)
         axes.set_xticks(*_ticks(n_heads))
@@ -202,7 +251,7 @@ def head_map(delta_p: np.ndarray) -> "Figure":
         axes.set_ylabel("layer")
         bar = figure.colorbar(image, ax=axes, label="Δp(target)", pad=0.03)
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-        if delta_p.size <= 160 and limit > 0.005:
+        if limit > 0.005 and min(across, down) >= 0.42:
             _write_cells(axes, delta_p, limit)
     return figure
 
@@ -216,27 +265,29 @@ def pattern_pairs(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], tokens: S
     """
     n = len(tokens)
     readable = n <= 32
+    texts = [_token(token) for token in tokens]
     side = max(2.1, 0.105 * n + 0.6) if readable else 2.6
-    marks = (list(range(n)), list(tokens)) if readable else _ticks(n, most=8)
+    side += 0.05 * max(map(len, texts)) if readable else 0
+    marks = (list(range(n)), texts) if readable else _ticks(n, most=8)
     look: dict[str, Any] = {"fontsize": 6 if readable else 7}
     with style():
-        width = side + 1.1 / len(pairs)  # the colour bar and the labels take their share
-        figure, panels = panel_grid(2 * len(pairs), width=width, height=side, per_row=len(pairs), share_y=True)
+        width = side + 1.4 / min(4, len(pairs))  # the colour bar and the labels take their share
+        figure, columns = columns_grid(len(pairs), 2, width=width, height=side, share_y=True)
         image: Any = None
-        for column, (title, pre, post) in enumerate(pairs):
-            for row, pattern in enumerate((pre, post)):
-                axes = panels[row * len(pairs) + column]
+        for column, ((title, pre, post), panels) in enumerate(zip(pairs, columns, strict=True)):
+            for row, (axes, pattern) in enumerate(zip(panels, (pre, post), strict=True)):
                 image = axes.imshow(pattern, cmap="Blues", vmin=0, vmax=1)
                 axes.set_xticks([])
                 if row == 0:
                     axes.set_title(title)
                 else:
                     axes.set_xticks(*marks, rotation=90 if readable else 0, **look)
-                if column == 0:
+                if column % len(columns) == 0 or axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
                     axes.set_ylabel(f"{('before', 'after')[row]}: destination")
                     axes.set_yticks(*marks, **look)
         figure.supxlabel("source token" if readable else "source position", fontsize=9)
-        figure.colorbar(image, ax=panels, label="attention", shrink=0.6, pad=0.02)
+        every = [axes for panels in columns for axes in panels]
+        figure.colorbar(image, ax=every, label="attention", shrink=0.6, pad=0.02)
     return figure
 
 
@@ -266,9 +317,11 @@ def recovery(table: pd.DataFrame) -> "Figure":
                 )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        ks = sorted(table["k"].unique())
+        ks = [int(k) for k in sorted(table["k"].unique())]
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, [*map(str, ks[:-1]), f"all {ks[-1]}"])
+        axes.set_xlim(ks[0] / 1.25, ks[-1] * 1.25)
+        ticks = _apart(np.log2(ks), 0.045 * np.log2(ks[-1] / ks[0]), 0.16 * np.log2(ks[-1] / ks[0]))
+        axes.set_xticks([ks[tick] for tick in ticks], [*(str(ks[tick]) for tick in ticks[:-1]), f"all {ks[-1]}"])
         axes.xaxis.set_minor_locator(_no_ticks())
         axes.set_xlabel("heads patched together (K)")
         axes.set_ylabel("recovered share of the gap")
@@ -284,16 +337,13 @@ def trajectories(table: pd.DataFrame, score: str | None = None) -> "Figure":
         score: one score for all heads; by default, for each head the one that changes most.
     """
     with style():
-        figure, (above, below) = panel_grid(2, width=5.4, height=2.5, per_row=1, share_y=False)
+        n_heads = len(table.groupby(["layer", "head"]))
+        figure, (above, below) = stacked(5.4, max(2.5, legend_height(n_heads)), 2.5)
         for index, (head, rows) in enumerate(table.groupby(["layer", "head"], sort=False)):
             shares = ["previous_token", "induction", "duplicate_token", "first_token"]
             name = score or str((rows[shares].max() - rows[shares].min()).idxmax())
-            look: dict[str, Any] = {
-                "color": COLOURS[index % len(COLOURS)],
-                "marker": "osd^vP"[index // len(COLOURS) % 6],
-            }
             label = "L{}H{}".format(*cast(tuple[int, int], head))
-            above.plot(rows["step"], rows[name], label=f"{label}: {name.replace('_', ' ')}", **look)
+            above.plot(rows["step"], rows[name], label=f"{label}: {name.replace('_', ' ')}", **look_of(index))
         of_task = table.drop_duplicates("step")
         _line(below, of_task, "p_target", VERMILION, "mean p(target)", marker="s")
         _line(below, of_task, "share_matched", "black", "share of prompts matched")
@@ -317,18 +367,19 @@ def training_curve(metrics: pd.DataFrame, *, plateau: float, floor: float, solve
         solved_step: marked by a vertical line.
     """
     with style():
-        figure, (above, below) = panel_grid(2, width=5.4, height=2.2, per_row=1, share_y=False)
-        above.plot(metrics["step"], metrics["train_loss_nats"], color=SKY, linewidth=1, label="training loss")
-        above.plot(metrics["step"], metrics["loss_nats"], color=BLUE, label="held-out loss")
+        figure, (above, below) = stacked(5.4, 2.2, 2.2)
+        look: dict[str, Any] = {"marker": "o" if len(metrics) <= 10 else None}
+        above.plot(metrics["step"], metrics["train_loss_nats"], color=SKY, linewidth=1, label="training loss", **look)
+        above.plot(metrics["step"], metrics["loss_nats"], color=BLUE, label="held-out loss", **look)
         above.axhline(plateau, color=GREY, linestyle="--", linewidth=1, label="plateau")
         above.axhline(floor, color="black", linestyle=":", linewidth=1, label="floor")
-        below.plot(metrics["step"], metrics["share_learned"], color=VERMILION, label="positions learned")
-        below.plot(metrics["step"], metrics["exact_match"], color=GREEN, label="exact match")
+        below.plot(metrics["step"], metrics["share_learned"], color=VERMILION, label="positions learned", **look)
+        below.plot(metrics["step"], metrics["exact_match"], color=GREEN, label="exact match", linestyle="--", **look)
         below.set_ylim(-0.03, 1.03)
         for axes in (above, below):
             if solved_step is not None:
                 axes.axvline(solved_step, color=ORANGE, linewidth=1, label="solved")
-            _plain_step_axis(axes.xaxis)
+            _plain_step_axis(axes.xaxis, metrics["step"].tolist())
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
         above.set_ylabel("loss (nats)")
         above.tick_params(labelbottom=False)
@@ -356,8 +407,12 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
     censored = table["censored"].to_numpy(bool) if "censored" in table else np.zeros(len(table), dtype=bool)
     never = 2 * float(table["steps"].max()) if "censored" in table else 0.0
     groups = _groups(table, by)
+    aside_legend = len(groups) > 8
     with style():
-        figure, (axes,) = panel_grid(1, width=5.2, height=3.4)
+        longest = max(map(len, groups.values()))
+        width = 5.6 + 0.07 * longest if aside_legend else 5.2
+        figure = new_figure(width, max(3.8, legend_height(len(groups) + 1) if aside_legend else 0))
+        axes = figure.subplots()
         for index, (key, label) in enumerate(groups.items()):
             aside = gap * min(0.1, 0.6 / len(groups)) * (index - (len(groups) - 1) / 2)
 
@@ -367,11 +422,12 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
                 places = places + aside + (0.2 * gap * _side_by_side(places) if apart else 0)
                 return np.exp2(places) if is_log else places
 
-            look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)]}
-            marker = "osd^vP"[index // len(COLOURS) % 6]
+            look = look_of(index)
+            marker = look.pop("marker")
             mine = _rows_of(table, by, key).to_numpy(bool)
             there, never_there = table.loc[mine & ~censored], table.loc[mine & censored]
-            axes.plot(place(there), there[y].to_numpy(float), marker, alpha=0.45, markeredgewidth=0, **look)
+            beside = place(there, apart=len(place_of) == 1)
+            axes.plot(beside, there[y].to_numpy(float), marker, alpha=0.45, markeredgewidth=0, **look)
             axes.plot(place(never_there, apart=True), np.full(len(never_there), never), "x", **look)
             line = means.loc[_rows_of(means, by, key)].dropna(subset="value")
             line = line.iloc[np.argsort(place(line))]
@@ -380,12 +436,18 @@ def sweep(table: pd.DataFrame, means: pd.DataFrame, *, x: str, y: str, by: Seque
             axes.errorbar(place(line), line["value"], yerr=ends, capsize=2, marker=marker, label=label, **look)
         if "censored" in table:
             extra = {never: "never"} if censored.any() else {}
-            log_steps(axes.yaxis, [*table.loc[~censored, y], *means["value"].dropna()] or [1.0], extra=extra)
+            ends = means[["value", "low", "high"]].to_numpy(float)
+            steps = [*table.loc[~censored, y], *ends[np.isfinite(ends) & (ends > 0)]]
+            log_steps(axes.yaxis, steps or [1.0], extra=extra)
         _setting_axis(axes, place_of, is_log=is_log)
         axes.set_xlabel(x.replace("_", " "))
         axes.set_ylabel(y.replace("_nats", " (nats)").replace("_", " "))
         if by:
-            figure.legend(loc="outside upper center", ncols=2)
+            named = ", ".join(by).replace("_", " ")
+            if aside_legend:
+                figure.legend(loc="outside right upper", title=named)
+            else:
+                figure.legend(loc="outside upper center", ncols=2 if longest > 12 else 4, title=named)
     return figure
 
 
@@ -415,7 +477,7 @@ def frontier(
         fast: start and end of the transition; the part before is shaded as slow, up to the end as fast.
     """
     with style():
-        figure, (above, below) = panel_grid(2, width=5.6, height=2.6, per_row=1, share_y=False)
+        figure, (above, below) = stacked(5.6, 2.6, 2.6)
         least = 1e-3 * (plateau - floor)
         losses = (runs["selection_loss_nats"] - floor).clip(lower=least)
         above.plot(runs[x], losses, "o", color=GREY, alpha=0.35, markeredgewidth=0, label="all runs")
@@ -474,6 +536,36 @@ def panel_grid(
     for unused in grid.flat[n:]:
         unused.remove()
     return figure, list(grid.flat[:n])
+
+
+def columns_grid(
+    n: int, rows: int, *, width: float, height: float, most: int = 4, share_y: bool = False
+) -> tuple["Figure", Sequence[Sequence["Axes"]]]:
+    """Figure with `n` columns of `rows` panels one above another; of the columns, at most `most` side by side."""
+    across = min(n, most)
+    figure, panels = panel_grid(
+        rows * across * -(-n // across), width=width, height=height, per_row=across, share_y=share_y
+    )
+    columns = [
+        [panels[(column // across * rows + row) * across + column % across] for row in range(rows)]
+        for column in range(rows and len(panels) // rows)
+    ]
+    for unused in columns[n:]:
+        for axes in unused:
+            axes.remove()
+    return figure, columns[:n]
+
+
+def stacked(width: float, *heights: float) -> tuple["Figure", Sequence["Axes"]]:
+    """Figure with panels of these heights in inches, one above another."""
+    figure = new_figure(width, sum(heights) + 0.4)
+    grid = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)
+    return figure, list(grid.flat)
+
+
+def legend_height(entries: int) -> float:
+    """Inches that a legend of so many entries needs."""
+    return 0.19 * entries + 0.2
 
 
 def _line(
@@ -537,13 +629,17 @@ def step_axis(axis: "Axis", steps: Sequence[float]) -> None:
     if positive and max(positive) > 30 * min(positive):
         log_steps(axis, steps)
     else:
-        _plain_step_axis(axis)
+        _plain_step_axis(axis, steps)
 
 
-def _plain_step_axis(axis: "Axis") -> None:
+def _plain_step_axis(axis: "Axis", steps: Sequence[float]) -> None:
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
+    if len(places := set(steps)) == 1:  # the fractions of steps around it say nothing
+        axis.set_ticks(list(places))
+    else:
+        axis.set_major_locator(_whole_numbers())
 
 
 def log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] | None = None) -> None:
@@ -567,11 +663,11 @@ def log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] |
     first = 0.8 * low if min(steps) > 0 else 2 * low  # nearer to 0 than that, it would stand in its label
     ticks = _round_numbers(first, high)
     if len(ticks) < 2:  # a narrow range: its ends say more than a round number
-        ticks = sorted({float(low), float(high)})
+        ticks = [float(low), float(high)] if high > 1.5 * low else [_rounded((low * high) ** 0.5)]
     if min(steps) <= 0:
         ticks = [0.0, *(tick for tick in ticks if tick >= first)]
     name = EngFormatter(sep="")
-    axis.set_ticks([*ticks, *marks], [*map(name, ticks), *marks.values()])
+    axis.set_ticks([*ticks, *marks], [*(name(_rounded(tick)) for tick in ticks), *marks.values()])
     axis.set_minor_locator(NullLocator())
 
 
@@ -586,6 +682,25 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return found
 
 
+def _rounded(number: float, digits: int = 3) -> float:
+    return float(f"{number:.{digits}g}")
+
+
+def _apart(places: Sequence[float] | np.ndarray, least: float, last: float) -> list[int]:
+    """Which of the ascending places can have ticks: `least` apart, and `last` from the last, which always has one."""
+    kept: list[int] = []
+    for index, place in enumerate(places[:-1]):
+        if (not kept or place - places[kept[-1]] >= least) and places[-1] - place >= last:
+            kept.append(index)
+    return [*kept, len(places) - 1]
+
+
+def _token(text: str) -> str:
+    """A token at an axis: white space shown, long ones cut."""
+    text = text if text.strip() else repr(text)
+    return plain(text if len(text) <= 14 else f"{text[:13]}…")
+
+
 def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
@@ -595,7 +710,7 @@ def _no_ticks() -> Any:
 def _whole_numbers() -> Any:
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True)
+    return MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True)
 
 
 def _ticks(n: int, most: int = 16) -> tuple[list[int], list[str]]:
@@ -608,14 +723,17 @@ def _ticks(n: int, most: int = 16) -> tuple[list[int], list[str]]:
 def _diverging() -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("orange-white-blue", [VERMILION, "#FFFFFF", BLUE])
+    ends = [(0.0, "#EE8C2B"), (0.5, "#FFFFFF"), (0.8, BLUE), (1.0, "#003B66")]
+    return LinearSegmentedColormap.from_list("orange-white-blue", ends)
 
 
 def _write_cells(axes: "Axes", values: np.ndarray, limit: float) -> None:
     """The number in each cell, in thousandths where they are small, so that they fit."""
     for (row, column), value in np.ndenumerate(values):
-        text = "not run" if np.isnan(value) else f"{value:+.3f}".replace("0.", ".")
-        colour = "white" if abs(value) > 0.6 * limit else "black"
+        if np.isnan(value):
+            continue
+        text = f"{value:+.3f}".replace("0.", ".")
+        colour = "white" if value > 0.4 * limit else "black"
         axes.text(column, row, text, ha="center", va="center", fontsize=5, color=colour)
 
 
@@ -634,14 +752,11 @@ def _legend_once(figure: "Figure", panels: Sequence["Axes"]) -> None:
 
 
 def _groups(table: pd.DataFrame, by: Sequence[str]) -> dict[tuple[Any, ...], str]:
-    """Values of the columns `by` that occur together, with a label each."""
+    """Values of the columns `by` that occur together, each with a label that names the values."""
     if not by:
         return {(): ""}
     keys = table.loc[:, list(by)].drop_duplicates().itertuples(index=False, name=None)
-    return {
-        key: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in zip(by, key, strict=True))
-        for key in keys
-    }
+    return {key: plain(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in key)) for key in keys}
 
 
 def _rows_of(table: pd.DataFrame, by: Sequence[str], key: tuple[Any, ...]) -> pd.Series:
@@ -679,7 +794,8 @@ def _setting_axis(axes: "Axes", place_of: Mapping[Any, float], *, is_log: bool) 
         axes.set_xscale("log", base=2)
     if named or len(places) <= 10:
         labels = {place: str(value) if named else f"{value:g}" for value, place in place_of.items()}
-        axes.set_xticks(places, [labels[place] for place in places])
+        long = named and sum(map(len, labels.values())) > 44
+        axes.set_xticks(places, [plain(labels[place]) for place in places], rotation=90 if long else 0)
         axes.xaxis.set_minor_locator(_no_ticks())
     if named or len(places) == 1:
         axes.set_xlim(places[0] - 0.5, places[-1] + 0.5)

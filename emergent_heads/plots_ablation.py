@@ -5,7 +5,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, panel_grid, step_axis, style
+from emergent_heads.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    MARKERS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    columns_grid,
+    panel_grid,
+    step_axis,
+    style,
+    title_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +77,7 @@ def ablation(table: pd.DataFrame, controls: pd.DataFrame) -> "Figure":
         for axes, feature in zip(panels, features, strict=True):
             rows, runs = (each.loc[each["feature"] == feature] for each in (table, controls))
             _marks(axes, rows, runs, edits, "exact_match" if solved else "loss_nats")
-            axes.set_title(feature.replace("_", " "))
+            axes.set_title(title_of(feature, 2.9))
             axes.set_xlabel("exact match" if solved else "loss (nats)")
             if solved:
                 axes.set_xlim(-0.04, 1.04)
@@ -99,12 +113,12 @@ def ablation_series(table: pd.DataFrame) -> "Figure":
     features = list(dict.fromkeys(table["feature"]))
     with style():
         width = 4.6 if len(features) == 1 else 3.0
-        figure, panels = panel_grid(2 * len(features), width=width, height=1.9, per_row=len(features), share_y=False)
-        for index, feature in enumerate(features):
+        figure, columns = columns_grid(len(features), 2, width=width, height=1.9)
+        for feature, (above, below) in zip(features, columns, strict=True):
             rows = table.loc[table["feature"] == feature]
-            above, below = panels[index], panels[len(features) + index]
-            for edit, own in rows.groupby("edit", sort=False):
-                look: dict[str, Any] = {"color": _COLOURS[str(edit)], "label": _NAMES[str(edit)], "marker": "o"}
+            for index, (edit, own) in enumerate(rows.groupby("edit", sort=False)):
+                look: dict[str, Any] = {"color": _COLOURS[str(edit)], "label": _NAMES[str(edit)]}
+                look["marker"] = MARKERS[index % len(MARKERS)]
                 for axes, column, stem in ((above, "loss_nats", "loss"), (below, "exact_match", "exact_match")):
                     axes.plot(own["step"], own[column], zorder=3 if edit in ("none", "feature") else 2, **look)
                     axes.fill_between(
@@ -115,14 +129,15 @@ def ablation_series(table: pd.DataFrame) -> "Figure":
                         alpha=0.15,
                         linewidth=0,
                     )
-            above.set_title(feature.replace("_", " "))
+            above.set_title(title_of(feature, width))
             below.set_ylim(-0.03, 1.03)
             below.set_xlabel("training step")
             for axes in (above, below):
                 step_axis(axes.xaxis, rows["step"].tolist())
             above.tick_params(labelbottom=False)
-        panels[0].set_ylabel("loss (nats)")
-        panels[len(features)].set_ylabel("exact match")
-        columns = int(width * len(features) / 1.9)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns)
+            if above.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
+                above.set_ylabel("loss (nats)")
+                below.set_ylabel("exact match")
+        entries = columns[0][0].get_legend_handles_labels()
+        figure.legend(*entries, loc="outside upper center", ncols=int(figure.get_figwidth() / 1.9))
     return figure

@@ -1,11 +1,11 @@
 """Figures of probes: how much of the strongest baseline's loss is gone, as maps."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from emergent_heads.plots import new_figure, style
+from emergent_heads.plots import panel_grid, style, title_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,16 +39,19 @@ def _maps(
 ) -> "Figure":
     features = list(dict.fromkeys(table["feature"]))
     places = {feature: sorted(set(table.loc[table["feature"] == feature, "place"])) for feature in features}
-    widths = [min(5.0, max(1.5, 0.19 * len(places[feature]) + 0.3)) for feature in features]
+    widest = max(map(len, places.values()))
+    width = min(5.0, max(1.5, 0.19 * widest + 0.3))
+    per_row = max(1, min(len(features), int(9.3 / width)))
+    most_tall = 6.0 if len(features) <= per_row else 3.0
+    height = min(most_tall, max(1.5, 0.19 * len(values))) + 0.7
     with style():
-        figure = new_figure(sum(widths) + 1.7, max(1.9, 0.19 * len(values) + 1.1))
-        panels = figure.subplots(1, len(features), width_ratios=widths, sharey=True, squeeze=False)
-        for axes, feature in zip(panels[0], features, strict=True):
+        figure, panels = panel_grid(len(features), width=width + 1.7 / per_row, height=height, per_row=per_row)
+        for axes, feature in zip(panels, features, strict=True):
             own = table.loc[table["feature"] == feature]
             cells = own.pivot(index=rows, columns="place", values="share_removed").reindex(list(values))
             axes.set_facecolor("#DDDDDD")
-            image = axes.imshow(cells.to_numpy(float), vmin=0, vmax=1, aspect="auto")
-            axes.set_title(feature.replace("_", " "))
+            axes.imshow(cells.to_numpy(float), vmin=0, vmax=1, aspect="auto")
+            axes.set_title(title_of(feature, width))
             axes.set_xlabel("place")
             axes.set_xticks(*_some(list(map(str, places[feature]))))
             axes.set_yticks(*_some(list(labels)))
@@ -60,8 +63,12 @@ def _maps(
                 axes.plot(
                     across, down, linestyle="none", marker="o", color="white", markeredgecolor="black", markersize=3
                 )
-        panels[0][0].set_ylabel(name)
-        bar = figure.colorbar(image, ax=list(panels[0]), label="share of baseline loss\nremoved", pad=0.02)  # pyright: ignore[reportPossiblyUnboundVariable]
+            if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
+                axes.set_ylabel(name)
+        tall = height * -(-len(features) // per_row)
+        label = "share of baseline loss\nremoved"
+        look: dict[str, Any] = {"pad": 0.02, "shrink": min(1.0, 4 / tall), "aspect": 5 * min(4.0, tall)}
+        bar = figure.colorbar(panels[0].images[0], ax=list(panels), label=label, **look)
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 

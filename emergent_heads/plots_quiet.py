@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import BLUE, COLOURS, GREY, ORANGE, log_steps, panel_grid, step_axis, style
+from emergent_heads.plots import (
+    BLUE,
+    COLOURS,
+    GREY,
+    ORANGE,
+    legend_height,
+    log_steps,
+    panel_grid,
+    plain,
+    step_axis,
+    style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +26,7 @@ if TYPE_CHECKING:
 Span = tuple[float, float]
 
 _HIGHEST = 1.3  # of the share of the gap left: an untrained model's loss may lie far above the plateau
-_LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)))
+_LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 
 
 def transition(table: pd.DataFrame, *, x: str, step: float | None, fast_phase: Span | None) -> "Figure":
@@ -57,15 +68,17 @@ def quiet_features(
         fast_phase: shaded where there is one.
     """
     with style():
-        figure, (axes,) = panel_grid(1, width=7.4, height=3.6)
+        figure, (axes,) = panel_grid(1, width=7.4, height=max(3.6, legend_height(len(features) + 3)))
         bundle(axes, losses, label="task loss: plateau to floor", color="black", linewidth=2.2, zorder=4)
         drawn = features.loc[features["verdict"] != "not learned"]
         for index, row in enumerate(drawn.to_dict("records")):
-            look = {"color": COLOURS[index % len(COLOURS)], "linestyle": _LINE_STYLES[index // len(COLOURS) % 2]}
+            # Styles change with every line, for grey print; colour and style together tell 24 features apart.
+            dashes = _LINE_STYLES[(index + index // 12) % len(_LINE_STYLES)]
+            look = {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
             bundle(axes, curves.loc[curves["feature"] == row["feature"]], label=_label(row), zorder=3, **look)
         _shade(axes, transition, fast_phase)
         for row in features.loc[features["verdict"] == "not learned", "feature"]:
-            axes.plot([], [], linestyle="none", label=f"{row}: not learned")
+            axes.plot([], [], linestyle="none", label=plain(f"{row}: not learned"))
         gap_axes(axes, [*losses["step"], *curves["step"]], "training step")
         axes.set_ylabel("share of the way left\n(1: plateau, baseline; 0: floor, best)")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
@@ -91,6 +104,8 @@ def early_warning(table: pd.DataFrame, *, correlation: float | None) -> "Figure"
         if len(never):
             axes.plot(never["warning_step"], np.full(len(never), top), "x", color=GREY, label="no transition")
         ends = [min(steps) / 2, 2 * max(steps)]
+        if warned.empty:
+            axes.text(0.5, 0.9, "no seed was warned", ha="center", transform=axes.transAxes)
         axes.plot(ends, ends, color=GREY, linestyle=":", linewidth=1, label="no time between")
         log_steps(axes.xaxis, np.ceil(warned["warning_step"]).tolist() or [1.0])
         log_steps(axes.yaxis, np.ceil(steps).tolist(), extra={top: "never"} if len(never) else {})
@@ -124,8 +139,9 @@ def _median_curve(by_run: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
 def _label(row: dict[str, Any]) -> str:
     lead = row["lead_steps"]
     if not np.isfinite(lead):
-        return f"{row['feature']}: {row['verdict']}"
-    return f"{row['feature']}: {row['verdict']}, {_steps(abs(lead))} steps {'before' if lead > 0 else 'after'}"
+        return plain(f"{row['feature']}: {row['verdict']}", 44)
+    when = f"{_steps(abs(lead))} steps {'before' if lead > 0 else 'after'}"
+    return plain(f"{row['feature']}: {row['verdict']}, {when}", 44)
 
 
 def _steps(steps: float) -> str:
