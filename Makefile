@@ -4,7 +4,7 @@
 #   make test            lint, types and tests on transformer-lens 3.x, then the tests on transformer-lens 4.x
 #   make lint            ruff and basedpyright only
 #   make docs            the documentation as a site, in site/
-#   make notebooks       runs the notebooks of examples/ again and keeps their new outputs
+#   make notebooks       runs the notebooks of examples/ from nothing and keeps their new outputs
 #   make test-realmodel  the four capabilities on SmolLM2-135M, which comes from PyPI as a package (90 MB)
 #   make bench           speed of ranking, of training steps and of data, each against a peer in the same run
 #   make clean           remove environments, caches and results
@@ -48,7 +48,7 @@ docs: .venv/dev
 	.venv/bin/mkdocs build --strict
 
 notebooks: .venv/dev
-	$(test_env) .venv/bin/python -m pytest --nbmake --overwrite examples
+	$(test_env) .venv/bin/python tests/run_notebooks.py
 
 clean:
 	rm -rf .venv .venv-tl4 .pytest_cache .ruff_cache .hypothesis build dist demo-results site
