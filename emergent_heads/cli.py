@@ -90,9 +90,9 @@ class Source:
     seed: Number = None
     """seed of the suite's run (its first if left out)"""
     hub: Annotated[str | None, _unset("REPO")] = None
-    """Hugging Face repository whose revisions carry the step"""
+    """Hugging Face repository whose revisions, or files *.pth, carry the step"""
     pattern: Annotated[str | None, _unset("P")] = None
-    """name of the repository's revisions ("step{step}" if left out)"""
+    """name of the repository's revisions, or path of its files ("step{step}" if left out)"""
     directory: Folder = None
     """folder with step*/ or checkpoint-*/ folders of saved models"""
     run: Folder = None

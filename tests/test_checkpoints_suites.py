@@ -22,6 +22,7 @@ from emergent_heads.checkpoints.suites import (
     suite,
     suites,
 )
+from emergent_heads.cli import _suites_shown
 from emergent_heads.errors import (
     ArgumentError,
     NoCheckpointsError,
@@ -141,6 +142,14 @@ def test_the_table_lists_every_suite():
     }
     old = {repository for repository in all_repositories() if repository.startswith(("EleutherAI/", "stanford-crfm/"))}
     assert len(old) == 10 + 5 * 9 + 3 * 8 + 6 + 10
+
+
+def test_the_table_fits_a_terminal():
+    lines = _suites_shown(suites()).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].split() == ["name", "seeds", "checkpoints", "repository", "of", "the", "first", "seed"]
+    assert lines[1].split() == ["pythia-14m", "0-9", "154", "to", "143000", "EleutherAI/pythia-14m"]
+    assert [line.split()[0] for line in lines[1:]] == list(SUITES)
 
 
 @pytest.mark.parametrize(
