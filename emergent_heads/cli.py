@@ -215,6 +215,8 @@ class Verify:
 
     def run(self, line: str) -> None:
         _check_outputs(self.out, self.plot)
+        if self.plot is not None and not (self.weights or self.source.directory or self.source.run):
+            raise ArgumentError("--plot needs --weights: the figure is of their norms")
         found = self.source.series().verify(self.steps or None, weights=self.weights or None)
         _print_result(found)
         _write(found, self.out, self.plot, line)
