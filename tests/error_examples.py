@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def _empty() -> None:
     eh.CheckpointSeries.from_directory("runs/empty")
 
 
+def _known_issue() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eh.suite("pythia-12b").check_known_issues(50_000)
+
+
 def _two_tokens() -> None:
     tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -85,6 +92,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "NoCheckpointsError": _empty,
     "CheckpointError": _damaged,
     "KnownBadCheckpointError": lambda: eh.suite("pythia-2.8b", allow_known_bad=False)[3000].load(),
+    "KnownIssueWarning": _known_issue,
     "UnsafeWeightsError": _pickled,
     "RemoteCodeError": _own_code,
     "HubError": lambda: eh.CheckpointSeries.from_hub("EleutherAI/pythia-14m").steps,
