@@ -1,12 +1,13 @@
 """What every result has: a tidy table, where it comes from, saving, a readable repr and an HTML repr."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from emergent_heads import notebook
 from emergent_heads.storage import save_table
 
 
@@ -52,13 +53,17 @@ class Result:
         """
         return save_table(self.table, path, self.about)
 
+    def notes(self) -> Iterable[str]:
+        """Lines that a repr adds below the table."""
+        return ()
+
     def __repr__(self) -> str:
-        shown = self.shown()
-        text = shown.to_string(index=False, max_rows=12, float_format=lambda value: f"{value:.4g}")
-        return f"{self.headline()}\n{text}"
+        text = self.shown().to_string(index=False, max_rows=notebook.ROWS, float_format=lambda value: f"{value:.4g}")
+        return "\n".join([self.headline(), text, *self.notes()])
 
     def _repr_html_(self) -> str:
-        shown = self.shown()
-        return f"<p>{self.headline()}</p>" + shown.to_html(
-            index=False, max_rows=12, float_format=lambda value: f"{value:.4g}", border=0
+        return notebook.page(
+            notebook.paragraphs([self.headline()]),
+            notebook.rows(self.shown()),
+            notebook.paragraphs(self.notes()),
         )

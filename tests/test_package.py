@@ -21,6 +21,7 @@ GROUND = {
     "randomness",
     "statistics",
     "storage",
+    "notebook",
     "results",
     "plots",
     "plots_ablation",

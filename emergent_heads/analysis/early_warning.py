@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,11 +60,8 @@ class EarlyWarning(Result):
             f"features: {', '.join(self.features)}{self.caution}"
         )
 
-    def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *(f"caveat: {caveat}" for caveat in self.caveats)])
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() + "".join(f"<p>caveat: {escape(caveat)}</p>" for caveat in self.caveats)
+    def notes(self) -> Iterable[str]:
+        return [f"caveat: {caveat}" for caveat in self.caveats]
 
     def plot(self) -> "Figure":
         """Step of the transition against step of the warning, a dot per seed."""

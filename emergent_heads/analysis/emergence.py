@@ -8,7 +8,6 @@ each result also says where the crossing that lasts is, and what the search coul
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -111,13 +110,7 @@ class EmergencePoint(Result):
             f"({self.strategy}, threshold {self.threshold:g}, {len(self.table)} of {self.n_checkpoints} checkpoints)"
         )
 
-    def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() + "".join(f"<p>{escape(note)}</p>" for note in self._notes())
-
-    def _notes(self) -> Iterable[str]:
+    def notes(self) -> Iterable[str]:
         yield from (f"caveat: {caveat}" for caveat in self.caveats)
         if self.problems:
             yield f"problems (see .problems): step {', '.join(map(str, self.problems))}"

@@ -7,7 +7,6 @@ Feature Learning in Algorithmic Tasks" (arXiv 2505.03997) sets these borders by 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -125,11 +124,8 @@ class Transition(Result):
     def shown(self) -> pd.DataFrame:
         return self.runs
 
-    def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *(f"caveat: {caveat}" for caveat in self.caveats)])
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() + "".join(f"<p>caveat: {escape(caveat)}</p>" for caveat in self.caveats)
+    def notes(self) -> Iterable[str]:
+        return [f"caveat: {caveat}" for caveat in self.caveats]
 
     def plot(self) -> "Figure":
         """Share of the gap left against `x`, a thin line per run, with the fast phase shaded."""

@@ -1,12 +1,13 @@
 """The checkpoints of a run, in order, wherever they come from."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from emergent_heads import notebook
 from emergent_heads.checkpoints.directory import DirectorySource
 from emergent_heads.checkpoints.files import FileSource, hub_source
 from emergent_heads.checkpoints.hub import CachePolicy, HubSource
@@ -95,6 +96,17 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.series.name}, step {self.step})"
+
+    def _repr_html_(self) -> str:
+        series = self.series
+        known = series.knows_steps and self.step in series.steps
+        fields = {
+            "series": series.name,
+            "tokens seen": series.tokens_seen(self.step) if known else None,
+            "known issue": series.known_issue(self.step),
+            "problem": series.problems.get(self.step),
+        }
+        return notebook.page(notebook.card(f"Checkpoint at step {self.step}", fields))
 
 
 @dataclass(eq=False, repr=False)
@@ -278,9 +290,28 @@ class CheckpointSeries:
             raise UnknownStepError(f"{self.name} has no checkpoint at step {step!r}; {self._nearest(step)}")
         return Checkpoint(self, int(step))
 
-    def __repr__(self) -> str:
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the steps are known without asking the hub for them."""
         asks = isinstance(self.source, HubSource | FileSource) and getattr(self.source, "known_steps", None) is None
-        if asks and "steps" not in self.__dict__:
+        return not asks or "steps" in self.__dict__
+
+    def _repr_html_(self) -> str:
+        steps: object = "not asked for yet"
+        if self.knows_steps:
+            steps = f"{len(self)}: {_some(self.steps)}"
+        fields = {
+            "steps": steps,
+            "repository": self.repository,
+            "size": self.size,
+            "seed": self.seed,
+            "models": f"{self.kind} on {self.device}",
+            "problems": _some([f"step {step}: {said}" for step, said in sorted(self.problems.items())]) or None,
+        }
+        return notebook.page(notebook.card(f"CheckpointSeries {self.name}", fields))
+
+    def __repr__(self) -> str:
+        if not self.knows_steps:
             return f"CheckpointSeries({self.name}, steps not asked for yet)"
         return f"CheckpointSeries({self.name}, {len(self)} checkpoints, steps {self.steps[0]} to {self.steps[-1]})"
 
@@ -547,6 +578,12 @@ def _fetched(source: FolderSource, step: int) -> Iterator[Path]:
         yield folder
     finally:
         source.release(step)
+
+
+def _some(values: Sequence[object], most: int = 6) -> str:
+    """The values, or of many the first and the last."""
+    shown = list(map(str, values))
+    return ", ".join(shown if len(shown) <= most else [*shown[: most // 2], "…", *shown[-most // 2 :]])
 
 
 def _check_kind(kind: ModelKind) -> ModelKind:

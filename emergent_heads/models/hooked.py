@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from emergent_heads import notebook
 from emergent_heads.errors import (
     ArgumentError,
     InterventionHasNoEffect,
@@ -149,6 +150,11 @@ class HookedModel(ABC):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in self.shape.items())
         return f"{type(self).__name__}({self.kind}: {sizes})"
+
+    def _repr_html_(self) -> str:
+        where = {"context": self.context, "device": self.device, "dtype": str(self.dtype).removeprefix("torch.")}
+        tokenizer = None if self.tokenizer is None else type(self.tokenizer).__name__
+        return notebook.page(notebook.card(self.kind, {**self.shape, **where, "tokenizer": tokenizer}))
 
     def logits(
         self, tokens: Int[Tensor, "prompt pos"], positions: Int[Tensor, " prompt"]

@@ -5,12 +5,13 @@ A sequence task also trains models: fresh random sequences at every step, in a v
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Bool, Int
 
-from emergent_heads.errors import ArgumentError
+from emergent_heads import notebook
+from emergent_heads.errors import ArgumentError, TokenizerError
 from emergent_heads.storage import digest
 
 if TYPE_CHECKING:
@@ -64,6 +65,22 @@ class PromptTask(ABC):
     """A capability, as prompts with one right next token. Made without a tokenizer."""
 
     name: str
+
+    def _repr_html_(self) -> str:
+        settings = {each.name: getattr(self, each.name) for each in fields(self)} if is_dataclass(self) else {}
+        settings |= {"n_prompts": getattr(self, "n_prompts", None)}
+        settings = {name: value for name, value in settings.items() if name not in ("rows", "targets", "name")}
+        return notebook.page(notebook.card(self.name, settings), self._first_prompts())
+
+    def _first_prompts(self) -> str:
+        """Some prompts as a table, where they can be made without a tokenizer."""
+        make: Any = getattr(self, "prompts", None)
+        if make is None:
+            return ""
+        try:
+            return notebook.rows(make().head(3).map(repr))  # as in code: spaces at the ends matter
+        except TokenizerError:
+            return ""
 
     @abstractmethod
     def batch(self, tokenizer: Any, *, vocabulary_size: int, context: int | None) -> PromptBatch:
@@ -159,3 +176,8 @@ class SequenceTask(ABC):
         """Name and fields, as plain values for a manifest; two tasks with equal settings are the same task."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
         return {"task": self.name, **values}
+
+    def _repr_html_(self) -> str:
+        settings = {name: value for name, value in self.settings().items() if name != "task"}
+        sizes = {"vocabulary_size": self.vocabulary_size, "length": self.length}
+        return notebook.page(notebook.card(self.name, {**settings, **sizes}))

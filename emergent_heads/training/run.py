@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads import tasks
+from emergent_heads import notebook, tasks
 from emergent_heads.checkpoints.run import is_small_run, read_manifest
 from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import ArgumentError, NoCheckpointsError
@@ -19,6 +19,9 @@ from emergent_heads.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_OF_MODEL = ("mixer", "n_layers", "d_model", "n_heads", "d_mlp", "positions")
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,6 +152,20 @@ class Run:
             last = self.metrics.iloc[-1]
             text += f", loss {last['loss_nats']:.4f} nats (floor {self.manifest['floor']:.4f})"
         return text + ")"
+
+    def _repr_html_(self) -> str:
+        model = {name: value for name, value in self.manifest["config"].items() if name in _OF_MODEL}
+        task = ", ".join(f"{name}={value}" for name, value in self.task_settings.items() if name != "task")
+        fields = {
+            "task": f"{self.task_settings['task']}({task})",
+            "model": ", ".join(f"{name}={value}" for name, value in model.items()),
+            "seed": self.seed,
+            "status": self._ended(),
+            "plateau, floor": f"{self.manifest['plateau']:.4f}, {self.manifest['floor']:.4f} nats",
+            "path": self.path,
+        }
+        last = self.metrics.iloc[-1:].drop(columns=["seconds", "attention_bias"], errors="ignore")
+        return notebook.page(notebook.card(f"Run {self.name}", fields), notebook.rows(last))
 
     def _ended(self) -> str:
         if self.status == "diverged":
