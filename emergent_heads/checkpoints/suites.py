@@ -13,7 +13,7 @@ Repositories, names of revisions and tokens per step are those of the model card
 - BLOOM: bigscience, intermediate checkpoints; their tokenizer is that of the finished model.
 - The small models trained for TransformerLens: NeelNanda; files in TransformerLens' own format. The number is the one
   `get_checkpoint_labels` of TransformerLens gives, tokens where the last exceeds 10^9. They were trained with a
-  beginning-of-sequence token, so give them prompts that begin with one.
+  beginning-of-sequence token, so give tasks `prepend_bos=True`.
 
 Pythia and the GPT-2 runs have fixed schedules, kept here so that a series of theirs tells its steps offline. The steps
 of all others are read from the repository, when first asked for. Nothing is fetched when a suite is named.
