@@ -720,6 +720,12 @@ def test_what_cannot_be_ablated_fails_loudly(adder, adder_probes):
     silent.biases["b_enc"][4] = -100.0
     with pytest.raises(errors.InterventionHasNoEffect, match="latents 4 are not active"):
         ablate(adder, adder_probes, {"carry": 4}, silent)
+    too_early = eh.Feature("too_early", "binary", lambda tokens: tokens[:, [2]], [2])
+    probe = Probe("too_early", "binary", 0, 1, np.ones((1, D_IN)), np.zeros(1))
+    row = {"feature": "too_early", "place": 0, "layer": 1, "is_best": True, "validation_loss": 0.5, "penalty": 1.0}
+    of_last_layer = Probes(pd.DataFrame([row]), {("too_early", 0, 1): probe})
+    with pytest.raises(errors.InterventionHasNoEffect, match="nothing that is read comes after"):
+        ablate(adder, of_last_layer, {"too_early": range(D_SAE)}, by_hand(layer=1), features=too_early)
     for latents, message in (
         ({"carry": 30}, "latents 0 to 29"),
         ({"carry": []}, "no latents are given"),

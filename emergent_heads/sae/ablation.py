@@ -41,6 +41,7 @@ from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
 
 LatentControl = Literal["turned_latents", "matched_latents", "other_latents"]
+_ROUNDING = 1e-6  # nats by which a row's loss may differ with nothing changed
 _NEAREST = 8
 """Of how many latents, the nearest in mean square, a matched one is drawn."""
 LATENT_CONTROLS: tuple[LatentControl, ...] = get_args(LatentControl)
@@ -120,7 +121,8 @@ def ablate_latents(
 
     Raises:
         ArgumentError: an unknown choice, a latent that does not exist, or what `ablate_features` refuses.
-        InterventionHasNoEffect: none of the latents is active where the feature stands, so nothing is subtracted.
+        InterventionHasNoEffect: none of the latents is active where the feature stands, so nothing is subtracted; or
+            no answer is read after these places, so that nothing could change.
         ModelMismatchError: probes or autoencoder of a model of another shape.
     """
     for kind in kinds:
@@ -379,12 +381,20 @@ def _run(
     found = []
     for number, plan in enumerate(plans):
         x = torch.cat(seen[number])
-        _check_effect(plan, x, measured.test, sae)
+        _check_active(plan, x, measured.test, sae)
         found.append(_Found([Scores.of(parts, measured.test) for parts in answers[number]], x))
-    return Scores.of(plain, measured.test), found
+    unedited = Scores.of(plain, measured.test)
+    for plan, results in zip(plans, found, strict=True):
+        if all(np.allclose(scores.loss, unedited.loss, rtol=0, atol=_ROUNDING) for scores in results.scores):
+            raise InterventionHasNoEffect(
+                f"no edit at the places of {plan.feature.name!r} after layer {plan.sites[0].layer} changes an answer: "
+                "nothing that is read comes after them. Take an autoencoder of a layer below, or a feature at the "
+                "tokens where the answer is predicted"
+            )
+    return unedited, found
 
 
-def _check_effect(plan: _Plan, x: Tensor, examples: Examples, sae: SparseAutoencoder) -> None:
+def _check_active(plan: _Plan, x: Tensor, examples: Examples, sae: SparseAutoencoder) -> None:
     positions = examples.values(plan.feature).positions
     for index, site in enumerate(plan.sites):
         rows = torch.from_numpy(np.flatnonzero(positions[:, site.place] >= 0))
