@@ -42,12 +42,13 @@ _EIGHT = {"head_dim": 8}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 16}
 
-_add("GPT2", transformers.GPT2Config, _OLD, _TOKENS)
+_add("GPT2", transformers.GPT2Config, _OLD, _TOKENS, n_ctx=64)  # which published configs have
 _add(
     "GPT2 scaled by layer",  # as of stanford-crfm
     transformers.GPT2Config,
     _OLD,
     _TOKENS,
+    n_ctx=64,
     scale_attn_by_inverse_layer_idx=True,
     reorder_and_upcast_attn=True,
 )
@@ -58,7 +59,15 @@ _add("OLMo", transformers.OlmoConfig, _GROUPED, _TOKENS, clip_qkv=2.0)
 _add("OLMo2", transformers.Olmo2Config, _SHAPE, pad_token_id=0, eos_token_id=1)
 _add("OLMo3", transformers.Olmo3Config, _GROUPED, _TOKENS, sliding_window=WINDOW)
 _add("OLMoE", transformers.OlmoeConfig, _GROUPED, _TOKENS, _EXPERTS)
-_add("Qwen2", transformers.Qwen2Config, _GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+_add("Qwen2", transformers.Qwen2Config, _GROUPED)
+_add(
+    "Qwen2 with windows",
+    transformers.Qwen2Config,
+    _GROUPED,
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    max_window_layers=1,
+)
 _add("Qwen3", transformers.Qwen3Config, _GROUPED, _EIGHT)
 _add("Qwen3 mixture of experts", transformers.Qwen3MoeConfig, _GROUPED, _EIGHT, _SMALL_EXPERTS)
 _add("Mistral", transformers.MistralConfig, _GROUPED, sliding_window=WINDOW)
@@ -85,7 +94,6 @@ _add(
     hidden_size=32,
     num_layers=3,
     num_heads=4,
-    intermediate_size=64,
     vocab_size=VOCABULARY,
     max_position_embeddings=64,
     window_size=WINDOW,
@@ -147,11 +155,15 @@ MAIN = ("GPTNeoX", "Llama", "GPT2", "OLMo2", "Qwen3")
 HAS_HOOKED_TRANSFORMER = "HookedTransformer" in vars(transformer_lens)
 
 
+def config_of(name: str) -> transformers.PretrainedConfig:
+    return _CONFIGS[name]()
+
+
 def tiny(name: str, seed: int = 0, **options: Any) -> Any:
     """A random Hugging Face model in evaluation mode; weights large enough for patterns and outputs to differ."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(_CONFIGS[name](), **options)
+        model = transformers.AutoModelForCausalLM.from_config(config_of(name), **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -217,8 +217,10 @@ def _noting_runs(module: nn.Module, running: list[nn.Module]) -> Iterator[None]:
 def _in_open_steps(model: PreTrainedModel) -> Iterator[None]:
     """The model computes attention by calls that torch hands over."""
     own = model.config._attn_implementation
-    if own not in (None, "eager", "sdpa"):
-        model.config._attn_implementation = "eager"
+    if own in (None, "eager", "sdpa"):
+        yield
+        return
+    model.config._attn_implementation = "eager"
     try:
         yield
     finally:

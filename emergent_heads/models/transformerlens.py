@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
-from emergent_heads.errors import UnsupportedModelError
-from emergent_heads.models.hooked import HookedModel, OnPattern
+from emergent_heads.errors import InterventionHasNoEffect, UnsupportedModelError
+from emergent_heads.models.hooked import HookedModel, OnPattern, listed
 from emergent_heads.models.hooks import editing_input, editing_output, keep_in, replaced_forward
 
 
@@ -33,6 +33,11 @@ class _TransformerLensModel(HookedModel):
         self.blocks = list(model.blocks)
         self.attention: Sequence[Any] = [getattr(block, "attn", None) for block in self.blocks]
         self.mlp = [getattr(block, "mlp", None) for block in self.blocks]
+        if without := [layer for layer, module in enumerate(self.attention) if module is None]:
+            raise InterventionHasNoEffect(
+                f"no attention pattern can be read or edited at layer {listed(without)} of this {self.kind}: these "
+                "layers have no attention"
+            )
         hooked = [layer for layer, module in enumerate(self.attention) if hasattr(module, "hook_pattern")]
         self.check_all_seen(hooked, range(self.n_layers))
         if not all(self._has_values(attention) for attention in self.attention):
