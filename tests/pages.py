@@ -42,12 +42,15 @@ def shortened(code: str, smaller: Mapping[str, str]) -> str:
 
 
 def run_python(
-    page: Path, smaller: Mapping[str, str], namespace: dict[str, object] | None = None
+    page: Path, smaller: Mapping[str, str], namespace: dict[str, object] | None = None, without: str | None = None
 ) -> dict[str, object]:
-    """Runs the Python blocks of a page, one after the other in one namespace, which is given back."""
+    """Runs the Python blocks of a page, one after the other in one namespace, which is given back.
+
+    Blocks that hold `without` are left out.
+    """
     namespace = {} if namespace is None else namespace
     for language, code in blocks_of(page):
-        if language == "python":
+        if language == "python" and (without is None or without not in code):
             exec(compile(shortened(code, smaller), str(page), "exec"), namespace)
     return namespace
 
