@@ -31,6 +31,7 @@ SMALLER = {
     '"steps": 100': '"steps": 10',
     "[1e8, 2e8, 4e8]": "[3e7, 6e7, 9e7]",
     "min_steps=10": "min_steps=5, n_held_out=50, evaluate_every=100",
+    "n_activations=200_000": "n_activations=4_000",
     "bits=16": "bits=6",
     "steps=900": "steps=8",
     "range(20, 600, 20)": "(4, 8)",
@@ -50,7 +51,7 @@ SMALLER = {
 """What is changed in the blocks so that a training takes a second; all else runs as it stands."""
 
 
-NEEDS = {"nnsight.md": "nnsight"}
+NEEDS = {"nnsight.md": "nnsight", "sparse_autoencoders.md": "sae_lens", "notebooks.md": "circuitsvis"}
 """What a page's blocks cannot do without, beside the core."""
 
 
@@ -94,7 +95,7 @@ def workplace(served, tmp_path, monkeypatch):
 
 def link_probed_run(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:
     """What the page on probes leaves behind, for the page that goes on with it."""
-    if page == "ablation.md":
+    if page in ("ablation.md", "sparse_autoencoders.md"):
         folder = request.getfixturevalue("probed_run")
         (workplace / "runs" / "add").symlink_to(folder / "runs" / "add")
         (workplace / "probes").symlink_to(folder / "probes")
@@ -104,7 +105,20 @@ def columns_of(value: object) -> set[str]:
     """Columns of a result's tables, or of a run's, under the names that the page on numbers explains."""
     if not isinstance(value, (Result, Run)):
         return set()
-    fields = ("table", "summary", "seeds", "places", "curves", "runs", "controls", "norms", "metrics", "positions")
+    fields = (
+        "table",
+        "summary",
+        "seeds",
+        "places",
+        "curves",
+        "runs",
+        "controls",
+        "norms",
+        "autoencoders",
+        "emergence",
+        "metrics",
+        "positions",
+    )
     tables = [table for name in fields if isinstance(table := getattr(value, name, None), pd.DataFrame)]
     settings = {*RunSpec.__dataclass_fields__, *SmallModelConfig.__dataclass_fields__, "state_size", "batch_size"}
     names = {re.sub("_(low|high|pre|post)$", "", str(name)) for table in tables for name in table.columns}
@@ -120,7 +134,7 @@ def explained_columns() -> set[str]:
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run_in_order(page, workplace, request):
     if page in NEEDS:
-        pytest.importorskip(NEEDS[page], reason=f"the extra {NEEDS[page]} is not installed")
+        pytest.importorskip(NEEDS[page], reason=f"{NEEDS[page]} is not installed")
     link_probed_run(page, workplace, request)
     for name, value in run_python(DOCS / page, SMALLER).items():
         unexplained = columns_of(value) - explained_columns()
@@ -168,6 +182,11 @@ def test_every_task_has_an_entry():
     assert functions is not None
     told = {*functions[1].split(", "), *re.findall(r"^::: emergent_heads\.(?:tasks\.)?(\w+)$", entries, re.MULTILINE)}
     assert set(eh.tasks.__all__) <= told
+
+
+def test_every_name_of_autoencoders_has_an_entry():
+    entries = re.findall(r"^::: emergent_heads\.sae\.\w+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert set(entries) == set(eh.sae.__all__)
 
 
 def test_every_error_has_an_entry():
@@ -254,6 +273,13 @@ def test_every_entry_is_in_the_site(site):
     anchors = _Page(site / "api.html").anchors
     for entry in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE):
         assert entry in anchors or entry == "emergent_heads.tasks.language", entry
+
+
+def test_every_notebook_is_listed(site):
+    listed = (site / "notebooks.html").read_text()
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        row = re.search(rf"<td><code>{notebook.name}</code></td>\s*<td>(.+?)</td>", listed)
+        assert row is not None, notebook.name
 
 
 def test_each_argument_stands_on_its_own(site):
