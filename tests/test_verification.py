@@ -321,6 +321,27 @@ def test_runs_of_the_library(tmp_path):
     assert set(verification.faults["status"]) == {"identical"}
 
 
+def test_files_of_one_revision(tmp_path, monkeypatch):
+    """As TransformerLens' own repositories have them."""
+    files = tmp_path / "main" / "checkpoints"
+    files.mkdir(parents=True)
+    for step in (10, 20, 40):
+        weights = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        torch.save({"W_E": weights, "IGNORE": torch.tensor(float("-inf"))}, files / f"tokens_{step}.pth")
+    shutil.copy(files / "tokens_10.pth", files / "tokens_30.pth")
+    torch.save({"W_E": torch.full((4, 4), float("nan"))}, files / "tokens_50.pth")
+    with serving({("org/files", "main"): tmp_path / "main"}) as hub:
+        use_hub(monkeypatch, hub, tmp_path / "cache")
+        series = CheckpointSeries.from_hub("org/files", "checkpoints/*_{step}.pth", cache="evict")
+        by_hash = series.verify(progress=False)
+        assert found(by_hash) == {10: "identical", 20: "ok", 30: "identical", 40: "ok", 50: "ok"}
+        assert not [request for request in hub.requests if request.endswith(".pth")]
+        assert sum("/tree/" in request for request in hub.requests) <= 2
+        by_tensor = series.verify(weights=True, progress=False)
+        assert found(by_tensor) == found(by_hash) | {50: "not finite"}
+        assert not list((tmp_path / "cache").rglob("*.pth"))
+
+
 def test_loaders_have_tensors_only():
     models = {step: tiny_neox(step % 3) for step in (0, 1, 2, 3)}
     series = CheckpointSeries.from_loader(models, models.__getitem__)

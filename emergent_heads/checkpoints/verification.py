@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.checkpoints.directory import DirectorySource
 from emergent_heads.checkpoints.files import FileSource
 from emergent_heads.checkpoints.hub import HubSource
@@ -140,7 +141,7 @@ class _Seen:
     @property
     def key(self) -> object:
         """Equal for checkpoints with the same weights; None where nothing is known of them."""
-        return tuple(sorted((name, each.digest) for name, each in self.tensors.items())) or tuple(self.files.items())
+        return tuple(sorted((name, each.digest) for name, each in self.tensors.items())) or tuple(self.files.values())
 
     @property
     def status(self) -> Status:
@@ -177,7 +178,7 @@ def verify(
         raise ArgumentError(f"{series.name} has no files to compare, only a loader; use weights=True")
     look = _Looking(source)
     seen = []
-    for step in tqdm(chosen, desc=f"verify {series.name}", unit="checkpoint", leave=False, disable=not progress):
+    for step in tqdm(chosen, desc=f"verify {series.name}", unit="checkpoint", leave=False, **notebook.bar(progress)):
         one = _Seen(step, source.where(step))
         look.at(one)
         if read and not one.faults:
