@@ -23,6 +23,7 @@ from architectures import (
     truth,
 )
 from tiny_models import NAMES, VOCABULARY, bridge, config_of, tiny
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.models.gpt_neox import modeling_gpt_neox
 
@@ -30,6 +31,7 @@ import emergent_heads as eh
 from emergent_heads import errors
 from emergent_heads.checkpoints.kinds import as_kind
 from emergent_heads.checkpoints.weights import Resident, load_model, named_state
+from emergent_heads.models.own_attention import Products
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 TABLE, _ = read_page(PAGE.read_text())
@@ -108,6 +110,23 @@ def test_half_precision_is_read_and_patched_as_the_model_computes_it(name):
     patterns = hooked.patterns(TOKENS)
     assert patterns[0].dtype == torch.bfloat16
     eh.check_intervention(hooked)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Falcon grouped", "GPTNeo"])
+def test_pattern_gradients_are_the_slope_of_p(name):
+    model, later = eh.hooked(tiny(name).double()), later_model(name).patterns(TOKENS)
+    batch = eh.tasks.from_tokens(TOKENS, truth(name).targets, LENGTHS).batch(
+        None, vocabulary_size=VOCABULARY, context=None
+    )
+    patterns, gradients = model.patterns(batch.tokens), model.pattern_gradients(batch)
+    change = later[1][:, 2].double() - patterns[1][:, 2]
+
+    def p(size):
+        logits = model.logits_with_patterns(batch.tokens, ENDS, {(1, 2): patterns[1][:, 2] + size * change})
+        return logits.double().softmax(-1)[range(len(TOKENS)), batch.targets]
+
+    slope = (p(1e-2) - p(-1e-2)) / 2e-2
+    torch.testing.assert_close((gradients[1][:, 2] * change).sum((-1, -2)), slope, atol=1e-5, rtol=2e-2)
 
 
 def sharper(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -198,3 +217,39 @@ def test_contexts_are_those_of_the_config():
     assert eh.hooked(tiny("Bloom")).context is None
     assert eh.hooked(tiny("GPTNeo")).context == 64
     assert eh.hooked(tiny("GPTNeo")).vocabulary_size == VOCABULARY
+
+
+FUSED = {
+    "causal": {"is_causal": True},
+    "boolean mask": {"attn_mask": torch.ones(5, 5).tril(1).bool()},
+    "added mask": {"attn_mask": torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))},
+    "scale": {"is_causal": True, "scale": 0.7},
+    "groups": {"is_causal": True, "enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_attention_is_done_in_steps_that_give_the_same(case):
+    generator = torch.Generator().manual_seed(0)
+    groups = 2 if case == "groups" else 4
+    query = torch.randn(2, 4, 5, 8, generator=generator)
+    key, value = (torch.randn(2, groups, 5, 8, generator=generator) for _ in range(2))
+    expected = functional.scaled_dot_product_attention(query, key, value, **FUSED[case])
+    seen = []
+    with Products(4, lambda *pair: seen.append(pair)):
+        found = functional.scaled_dot_product_attention(query, key, value, **FUSED[case])
+    torch.testing.assert_close(found, expected)
+    ((pattern, values),) = seen
+    torch.testing.assert_close(pattern @ values, expected)
+
+
+def test_only_products_of_patterns_are_handed_over():
+    x = torch.randn(2, 4, 5, 5)
+    seen = []
+    with Products(4, lambda pattern, _values: seen.append(pattern)):
+        x @ x  # before any softmax
+        pattern = torch.softmax(x, -1)
+        x[..., :3, :] @ x  # of another shape
+        (pattern.flatten(0, 1).bfloat16()) @ x.flatten(0, 1).bfloat16()
+        pattern @ x  # the second one
+    assert [each.shape for each in seen] == [(2, 4, 5, 5)]
