@@ -1,17 +1,24 @@
-"""HTML for notebooks: a line of text, a table of rows, a list of fields. What users wrote is shown as they wrote it.
+"""For notebooks: HTML (a line of text, a table of rows, a list of fields), and when progress bars are shown.
 
-A notebook would take "<b>" for markup and "$...$" for mathematics, in a prompt or the name of a feature as anywhere.
+What users wrote is shown as they wrote it: a notebook would take "<b>" for markup and "$...$" for mathematics, in a
+prompt or the name of a feature as anywhere.
 """
 
 from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ROWS = 12
 _LONGEST = 200
+
+
+def bar(progress: bool) -> dict[str, Any]:
+    """Arguments of tqdm for a bar that is wanted or not."""
+    # Not `disable=None`, which takes a notebook for no terminal; not False, which would overrule TQDM_DISABLE.
+    return {} if progress else {"disable": True}
 
 
 def page(*parts: str) -> str:

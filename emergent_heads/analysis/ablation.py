@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.ablation_controls import (
     FEWEST_ROWS,
     Ablated,
@@ -405,7 +406,7 @@ def _run(
     test_resid: list[list[torch.Tensor]] = [[] for _ in plans]
     edited: list[list[torch.Tensor]] = [[] for _ in plans]
     total = len(measured.test) * sum(len(runs.names) for of in plans for runs in of.runs)
-    with tqdm(total=total, desc="runs x rows", leave=False, disable=not progress) as bar:
+    with tqdm(total=total, desc="runs x rows", leave=False, **notebook.bar(progress)) as bar:
         for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for number, of in enumerate(plans):

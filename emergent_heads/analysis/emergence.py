@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from emergent_heads import plots
+from emergent_heads import notebook, plots
 from emergent_heads.analysis.evaluation import SeriesEvaluations
 from emergent_heads.analysis.search import STRATEGIES, Found, Strategy, persistent_place, search
 from emergent_heads.checkpoints.known_issues import is_grave, marks_in
@@ -226,9 +226,7 @@ def find_emergence(
     if not tasks:
         raise ArgumentError("no task given: give a task, or a list with at least one")
     total = len(series.steps) if strategy == "scan" else None
-    # Not `disable=None`, which takes a notebook for no terminal; not False, which would overrule TQDM_DISABLE.
-    wanted: dict[str, Any] = {} if progress else {"disable": True}
-    with tqdm(total=total, desc=series.name, unit="checkpoint", leave=False, **wanted) as bar:
+    with tqdm(total=total, desc=series.name, unit="checkpoint", leave=False, **notebook.bar(progress)) as bar:
         evaluations = SeriesEvaluations(series, tasks, batch_size, done=bar.update)
         found = [_search_series(evaluations, index, strategy, threshold) for index in range(len(tasks))]
     names = _names(tasks)

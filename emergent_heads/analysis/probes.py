@@ -15,6 +15,7 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.baselines import token_baselines
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.linear_readouts import Readouts
@@ -345,7 +346,7 @@ def fit_probes(
     fitting = settings.fitting(the_model)
     data = draw_data(task, chosen, the_model, n_train=n_train, n_test=n_test, seed=seed)
     n_blocks = (1 + settings.n_untrained) * len(fitting.layers) * len(data.sites)
-    with tqdm(total=n_blocks, desc="probes", unit="site", leave=False, disable=not progress) as bar:
+    with tqdm(total=n_blocks, desc="probes", unit="site", leave=False, **notebook.bar(progress)) as bar:
         baselines = _baselines(the_model, data, fitting, settings.n_untrained, bar.update)
         fits = fitting.fit(the_model, data, shuffled=True, done=bar.update)
     about = {**_about(task, chosen, settings, data), "analysis": "fit_probes", "model": model_name(model)}
@@ -408,7 +409,7 @@ def probe_series(
             folder.keep_baselines(baselines)
     by_step: dict[int, Probes] = {}
     start: Starts | None = None
-    for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, disable=not progress):
+    for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, **notebook.bar(progress)):
         try:
             series.check_known_issues(step)  # also where its probes are kept
         except CheckpointError as error:

@@ -181,13 +181,12 @@ def _without_progress_bar() -> Iterator[None]:
     """No bar of transformers' own for each checkpoint that is read."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    # Not `disable_progress_bar`, which would also change what the user has set for the hub's bars, for good.
+    before = logging.set_tqdm_hook(lambda _factory, args, _options: logging.EmptyTqdm(*args))
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        logging.set_tqdm_hook(before)
 
 
 def _check_known(config: Mapping[str, Any], trust_remote_code: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError, NoCheckpointsError, nearest
 from emergent_heads.experiments.registry import SCALES, Scale, find_experiment
 from emergent_heads.plots import picture, save_figure
@@ -144,7 +145,7 @@ def _measure_all(measure: "Callable[[Path], None]", folders: Sequence[Path], wor
         return
     with LocalProcesses(min(workers, len(folders)), [measure.__module__]) as processes:
         futures = [processes.submit(measure, folder) for folder in folders]
-        for future in tqdm(as_completed(futures), total=len(futures), desc="measuring", disable=not progress):
+        for future in tqdm(as_completed(futures), total=len(futures), desc="measuring", **notebook.bar(progress)):
             future.result()
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
+from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError
 from emergent_heads.randomness import derive_seed, numpy_generator
 from emergent_heads.storage import write_json
@@ -159,7 +160,7 @@ def _train(folder: Path, recipe: Recipe, progress_row: int | None) -> None:
         desc=f"seed {recipe.seed}",
         unit="step",
         position=progress_row,
-        disable=progress_row is None,
+        **notebook.bar(progress_row is not None),
     )
     for step, tokens in enumerate(bar, start=1):
         rows = torch.from_numpy(tokens)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.ablation import (
     CONTROLS,
     Ablation,
@@ -364,7 +365,7 @@ def _run(
     answers: list[list[list[Answers]]] = [[[] for _ in plan.runs] for plan in plans]
     seen: list[list[Tensor]] = [[] for _ in plans]
     total = len(measured.test) * sum(len(runs.latents) for plan in plans for runs in plan.runs)
-    with tqdm(total=total, desc="runs x rows", leave=False, disable=not progress) as bar:
+    with tqdm(total=total, desc="runs x rows", leave=False, **notebook.bar(progress)) as bar:
         for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for number, plan in enumerate(plans):

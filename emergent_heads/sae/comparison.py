@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.ablation import probes_of
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.linear_readouts import Readouts
@@ -147,7 +148,7 @@ def compare_features(
     probes = probes_of(model, probes)
     comparing = Comparing.open(hooked(model), task, probes, features, seed=seed)
     n_best = whole_number("n_best", n_best, least=1)
-    with tqdm(total=comparing.n_sites, desc="sites", leave=False, disable=not progress) as bar:
+    with tqdm(total=comparing.n_sites, desc="sites", leave=False, **notebook.bar(progress)) as bar:
         found = comparing.compare(hooked(model), probes, sae, n_best=n_best, done=bar.update)
     table = found.table.loc[found.table["rank"] == 0]
     about = {

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.errors import ArgumentError, NotFiniteError, whole_number
 from emergent_heads.models.hooked import EMBEDDING, HookedModel, hooked
@@ -200,7 +201,7 @@ def _trained(stream: "_Stream", settings: dict[str, Any], model: str, hook: str,
     trainer = sae_lens.SAETrainer(config, sae, data_provider=stream)
     trainer.activation_scaler.scaling_factor = scale
     with torch.enable_grad():
-        for _ in tqdm(range(n_steps), desc="autoencoder", unit="step", leave=False, disable=not progress):
+        for _ in tqdm(range(n_steps), desc="autoencoder", unit="step", leave=False, **notebook.bar(progress)):
             trainer.step(next(stream))
             trainer.n_training_steps += 1
     sae.fold_activation_norm_scaling_factor(scale)

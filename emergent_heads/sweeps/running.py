@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.mixers import mixer_class
 from emergent_heads.processes import LocalProcesses, ProcessStartError
@@ -69,7 +70,7 @@ def run_sweep(
     outcomes = {run.name: found for run in chosen if (found := _finished(run, path)) is not None}
     missing = [run for run in chosen if run.name not in outcomes]
     with ExitStack() as stack:
-        bar = tqdm(total=len(chosen), initial=len(outcomes), desc="sweep", unit="run", disable=not progress)
+        bar = tqdm(total=len(chosen), initial=len(outcomes), desc="sweep", unit="run", **notebook.bar(progress))
         stack.callback(bar.close)
         if executor is None:
             count = min(_cores() if workers is None else workers, len(missing))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.small import SmallModel
 from emergent_heads.training.track import Track
@@ -36,13 +37,12 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if isinstance(self._wandb, str):
             self._wandb, self._wandb_is_ours = self._begin_wandb(self._wandb), True
-        options: dict[str, Any] = {} if self._progress else {"disable": True}  # else as TQDM_DISABLE says
         self._bar = tqdm(
             total=self._plan.settings.steps,
             initial=min(track.history.step for track in self._tracks),
             desc=self._name,
             unit="step",
-            **options,
+            **notebook.bar(self._progress),
         )
         return self
 
