@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _LINES = (
     ("probe", "probe", BLUE, "o", "-"),
     ("latent", "best latent", VERMILION, "s", "-"),
-    ("followed", "last checkpoint's best latent", ORANGE, "^", "--"),
-    ("random", "best of as many random latents", GREY, "x", ":"),
+    ("followed", "last checkpoint's latent", ORANGE, "^", "--"),
+    ("random", "best random latent", GREY, "x", ":"),
 )
 
 
@@ -28,7 +28,7 @@ def comparison(table: pd.DataFrame) -> "Figure":
 
     features = list(dict.fromkeys(table["feature"]))
     with style():
-        figure, panels = panel_grid(len(features), width=2.9, height=2.3)
+        figure, panels = panel_grid(len(features), width=2.9 if len(features) > 1 else 4.2, height=2.3)
         for axes, feature in zip(panels, features, strict=True):
             means = table.loc[table["feature"] == feature].groupby("place").mean(numeric_only=True)
             axes.axhline(1, color="black", linewidth=0.8, linestyle=(0, (1, 2)), label="prior")
@@ -56,7 +56,7 @@ def latent_series(table: pd.DataFrame, emergence: pd.DataFrame) -> "Figure":
     """
     features = list(dict.fromkeys(table["feature"]))
     with style():
-        figure, panels = panel_grid(len(features), width=3.3, height=2.6)
+        figure, panels = panel_grid(len(features), width=3.3 if len(features) > 1 else 4.6, height=2.6)
         for axes, feature in zip(panels, features, strict=True):
             means = table.loc[table["feature"] == feature].groupby("step").mean(numeric_only=True)
             said = emergence.loc[emergence["feature"] == feature].set_index("readout")

@@ -18,6 +18,8 @@ from indirect_object_models import served_as_pythia
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS_HUB = frozenset({"02_pythia_ioi_ten_seeds"})
+NEEDS_MODULE = {"08_sae_latents": "sae_lens"}
+"""What a notebook needs of an extra that not every environment of the tests has."""
 INSTALL = "try:\n    import emergent_heads\nexcept ImportError:\n    %pip install -q emergent-heads"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

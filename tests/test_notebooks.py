@@ -30,6 +30,9 @@ def indirect_object_models(tmp_path_factory) -> Path:
 def test_runs_from_nothing_and_shows_what_is_kept(path, tmp_path, request):
     pytest.importorskip("nbclient", reason="the dev extra is not installed")
     pytest.importorskip("ipykernel", reason="the notebook extra is not installed")
+    if path.stem in notebooks.NEEDS_MODULE:
+        module = notebooks.NEEDS_MODULE[path.stem]
+        pytest.importorskip(module, reason=f"the notebook needs {module}, which is not installed")
     needs_hub = path.stem in notebooks.NEEDS_HUB
     stand_ins = request.getfixturevalue("indirect_object_models") if needs_hub else None
     fresh = notebooks.run(path, tmp_path / "run", stand_ins)
