@@ -185,9 +185,7 @@ def rank_heads(
         PromptError: a prompt cannot be used, or none is flipped.
     """
     check_choice("method", method, ("exact", "screen"))
-    pair = open_pair(
-        pre, post, task, prompts=prompts, rows=rows, every_head=method == "exact", batch_size=batch_size
-    )
+    pair = open_pair(pre, post, task, prompts=prompts, rows=rows, every_head=method == "exact", batch_size=batch_size)
     about = {**pair.about, "method": method, "seed": seed}
     n_layers, n_heads = pair.model.n_layers, pair.model.n_heads
     chosen, columns = np.ones((n_layers, n_heads), bool), {}
@@ -274,7 +272,7 @@ def _table(
 def _example(pair: Pair) -> PatternExample:
     end = int(pair.batch.positions[0]) + 1
     pre, post = (
-        np.stack([patterns[0, :, :end, :end].numpy() for patterns in of])
+        np.stack([patterns[0, :, :end, :end].float().numpy() for patterns in of])
         for of in (pair.pre_patterns, pair.post_patterns)
     )
     return PatternExample(pair.batch.texts[0][:end], pre, post)

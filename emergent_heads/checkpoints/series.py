@@ -135,7 +135,7 @@ class CheckpointSeries:
     allow_known_bad: bool = field(default=True, kw_only=True)
     problems: dict[int, str] = field(default_factory=dict, init=False)
     _fingerprints: "dict[int, Fingerprint]" = field(default_factory=dict, init=False)
-    _resident: "Resident | SmallModel | Any" = field(default=None, init=False)
+    _resident: Any = field(default=None, init=False)  # a Resident, or the model of a source that makes its own
     _hooked: "HookedModel | None" = field(default=None, init=False)
     _hooked_step: int | None = field(default=None, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
