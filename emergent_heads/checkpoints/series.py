@@ -19,9 +19,8 @@ from emergent_heads.storage import KeptTables, cache_folder
 
 if TYPE_CHECKING:
     from emergent_heads.checkpoints.verification import Verification
-    from emergent_heads.checkpoints.weights import Fingerprint, Resident
+    from emergent_heads.checkpoints.weights import Fingerprint
     from emergent_heads.models.hooked import HookedModel
-    from emergent_heads.models.small import SmallModel
 
 ModelKind = Literal["bridge", "hooked_transformer", "huggingface", "small"]
 
