@@ -154,10 +154,7 @@ def evaluation(table: pd.DataFrame, *, mean: float) -> "Figure":
         axes.axhline(mean, color=GREY, linestyle="--", linewidth=1, label=f"mean {mean:.3g}")
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlim(0.5 - 0.02 * len(rows), len(rows) + 0.5 + 0.02 * len(rows))
-        if len(rows) == 1:
-            axes.set_xticks([1])
-        else:
-            axes.xaxis.set_major_locator(_whole_numbers())
+        whole_axis(axes.xaxis, (rows.index + 1).tolist())
         axes.set_xlabel("prompts, by p(target)")
         axes.set_ylabel("p(target)")
         figure.legend(loc="outside upper center", ncols=2)
@@ -636,8 +633,13 @@ def _plain_step_axis(axis: "Axis", steps: Sequence[float]) -> None:
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
-    if len(places := set(steps)) == 1:  # the fractions of steps around it say nothing
-        axis.set_ticks(list(places))
+    whole_axis(axis, steps)
+
+
+def whole_axis(axis: "Axis", places: Sequence[float]) -> None:
+    """Ticks at whole numbers; a single place has the only one, as the fractions around it say nothing."""
+    if len(single := set(places)) == 1:
+        axis.set_ticks(list(single))
     else:
         axis.set_major_locator(_whole_numbers())
 

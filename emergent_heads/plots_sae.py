@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import BLUE, GREY, ORANGE, VERMILION, panel_grid, step_axis, style
+from emergent_heads.plots import BLUE, GREY, ORANGE, VERMILION, panel_grid, step_axis, style, title_of, whole_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +24,6 @@ def comparison(table: pd.DataFrame) -> "Figure":
     Args:
         table: as `LatentComparison.table`.
     """
-    from matplotlib.ticker import MaxNLocator
-
     features = list(dict.fromkeys(table["feature"]))
     with style():
         figure, panels = panel_grid(len(features), width=2.9 if len(features) > 1 else 4.2, height=2.3)
@@ -36,10 +34,10 @@ def comparison(table: pd.DataFrame) -> "Figure":
                 if f"{name}_loss" in means:
                     share = means[f"{name}_loss"] / means["prior_loss"]
                     axes.plot(means.index, share, dash, color=colour, marker=marker, label=label)
-            axes.set_title(feature.replace("_", " "))
+            axes.set_title(title_of(feature, 2.9))
             axes.set_xlabel("place")
             axes.set_ylim(-0.05, max(1.1, axes.get_ylim()[1]))
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            whole_axis(axes.xaxis, means.index.tolist())
             if axes.get_subplotspec().is_first_col():  # pyright: ignore[reportOptionalMemberAccess]
                 axes.set_ylabel("loss, share of the prior's")
         columns = 2 if len(features) == 1 else 4
@@ -68,7 +66,7 @@ def latent_series(table: pd.DataFrame, emergence: pd.DataFrame) -> "Figure":
                 axes.plot(means.index, share, dash, color=colour, marker=marker, label=label)
                 if name in said.index and np.isfinite(step := float(said.loc[name, "emergence_step"])):  # pyright: ignore[reportArgumentType]
                     axes.axvline(step, color=colour, linewidth=0.9, alpha=0.7, linestyle=dash, zorder=0)
-            axes.set_title(feature.replace("_", " "))
+            axes.set_title(title_of(feature, 2.9))
             axes.set_xlabel("training step")
             axes.set_ylim(-0.05, 1.35)
             step_axis(axes.xaxis, means.index.tolist())

@@ -19,11 +19,13 @@ def weight_norms(table: pd.DataFrame, *, outlier_at: float) -> "Figure":
         outlier_at: deviation from which on a norm is an outlier.
     """
     wide = table.pivot(index="step", columns="tensor", values="rms")
-    relative = wide / wide.median()
+    usual = wide.median()
+    relative = wide / usual.where(usual > 0, wide.max())  # a matrix that is zero at most checkpoints
     far = table.pivot(index="step", columns="tensor", values="deviation") >= outlier_at
     with style():
         figure, (axes,) = panel_grid(1, width=5.2, height=3.2)
-        axes.plot(relative.index, relative.to_numpy(), color=GREY, alpha=0.5, linewidth=0.8)
+        marker = "." if len(relative) <= 10 else None
+        axes.plot(relative.index, relative.to_numpy(), color=GREY, alpha=0.5, linewidth=0.8, marker=marker)
         axes.plot([], [], color=GREY, linewidth=0.8, label=f"one of {wide.shape[1]} matrices")
         steps, matrices = np.nonzero(far.to_numpy())
         if len(steps):

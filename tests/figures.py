@@ -7,13 +7,15 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from emergent_heads import plots, plots_ablation, plots_probes, plots_quiet
+from emergent_heads import plots, plots_ablation, plots_probes, plots_quiet, plots_sae, plots_verification
+from emergent_heads.experiments import demo as experiments_demo
 
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 144_000, 1000)]
 FEATURES = [f"{name}_{place}" for name in ("carry", "partial_sum", "digit", "is_even") for place in range(6)]
@@ -390,6 +392,77 @@ def ablation(n_features, solved, edits=EDITS):
 @case("ablation series, one step", n_features=1, steps=[500])
 def ablation_series(n_features, steps):
     return plots_ablation.ablation_series(ablation_tables(n_features, 1, list(steps))[0])
+
+
+# ---- autoencoders, verification ----
+
+READOUTS = ("probe", "latent", "followed", "random")
+
+
+@case("latents, one feature", n_features=1, n_places=8)
+@case("latents, 7 features", n_features=7, n_places=16)
+@case("latents, one place", n_features=2, n_places=1)
+def latents(n_features, n_places):
+    rows = [
+        {"feature": feature, "place": place, "prior_loss": 0.69}
+        | {f"{name}_loss": 0.69 * float(rng(place + index).uniform()) for index, name in enumerate(READOUTS)}
+        for feature in FEATURES[:n_features]
+        for place in range(n_places)
+    ]
+    return plots_sae.comparison(pd.DataFrame(rows))
+
+
+@case("latent series, one feature", n_features=1, steps=range(0, 20_001, 1000))
+@case("latent series, 7 features", n_features=7, steps=PYTHIA[::10])
+@case("latent series, one step", n_features=1, steps=[500])
+def latent_series(n_features, steps):
+    rows, emergence = [], []
+    for feature, step in itertools.product(FEATURES[:n_features], steps):
+        left = {f"{name}_loss": 0.69 - 0.6 * rising([step], 2000 * (1 + index))[0]
+                for index, name in enumerate(READOUTS)}  # fmt: skip
+        rows.append({"feature": feature, "step": step, "prior_loss": 0.69, "baseline_loss": 0.6, **left})
+    for feature, (index, name) in itertools.product(FEATURES[:n_features], enumerate(READOUTS)):
+        emergence.append(
+            {"feature": feature, "readout": name, "emergence_step": [2000.0, 4000.0, 6000.0, np.nan][index]}
+        )
+    return plots_sae.latent_series(pd.DataFrame(rows), pd.DataFrame(emergence))
+
+
+@case("norms, 154 steps", steps=PYTHIA, n=50)
+@case("norms, one step", steps=[1000], n=3)
+@case("norms, all zero at most steps", steps=PYTHIA[::10], n=3, zero=True)
+def norms(steps, n, zero=False):
+    rows = [
+        {"step": step, "tensor": f"layer.{tensor}", "rms": 0.0 if zero and step < 100_000 else 1 + index / 200}
+        | {"deviation": 9.0 if (index, tensor) == (len(steps) // 2, 1) else 0.0}
+        for index, step in enumerate(steps)
+        for tensor in range(n)
+    ]
+    return plots_verification.weight_norms(pd.DataFrame(rows), outlier_at=8.0)
+
+
+@case("demo", n_series=3)
+@case("demo, one series", n_series=1)
+def demo(n_series):
+    steps = [0, 50, 100, 150, 200, 250, 300, 350, 400, 450]
+    points = [
+        SimpleNamespace(
+            table=pd.DataFrame({"step": steps, "share_matched": rising(steps, 200 + 40 * seed, 0.2)}),
+            series=f"seed-{seed}",
+            threshold=0.5,
+        )
+        for seed in range(n_series)
+    ]
+    curves = {
+        point.series: SimpleNamespace(
+            table=pd.DataFrame(
+                {"k": [1, 1, 2, 2, 4, 4, 8], "heads": [*["ranked", "random"] * 3, "ranked"]}
+                | {"recovered_gap": [0.3, 0.0, 0.6, 0.1, 0.9, 0.2, 1.0]}
+            )
+        )
+        for point in points
+    }
+    return experiments_demo._overview(points, curves)
 
 
 # ---- what can be checked of any figure ----
