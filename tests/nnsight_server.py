@@ -86,10 +86,11 @@ def _without_this_package() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_sources() -> Iterator[None]:
     """The server's notes of source are its own: a request knows only the lines it sent."""
-    notes = [dict(cache) for cache in (linecache.cache, SOURCES, BLOCKS)]
+    caches: list[Any] = [linecache.cache, SOURCES, BLOCKS]
+    notes = [dict(cache) for cache in caches]
     try:
         yield
     finally:
-        for cache, kept in zip((linecache.cache, SOURCES, BLOCKS), notes, strict=True):
+        for cache, kept in zip(caches, notes, strict=True):
             cache.clear()
             cache.update(kept)

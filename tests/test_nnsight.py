@@ -455,6 +455,18 @@ def test_output_projections_of_zero_are_no_dropped_edit(server, pair):
     assert not pre.engine.conclusive
 
 
+def test_a_server_that_computes_in_bfloat16(server, pair):
+    pre, post = pair("Llama")
+    for model in server.models.values():
+        model._module.to(torch.bfloat16)
+    found = eh.rank_heads(pre, post, TASK)
+    here = eh.rank_heads(*(tiny("Llama", seed).to(torch.bfloat16) for seed in (0, 1)), TASK)
+    assert found.about["dtype"] == here.about["dtype"] == "bfloat16"
+    exact = eh.rank_heads(tiny("Llama", 0), tiny("Llama", 1), TASK).delta_p
+    for ranking in (found, here):  # rounded to three digits at every step
+        np.testing.assert_allclose(ranking.delta_p, exact, atol=0.2 * np.abs(exact).max())
+
+
 def test_damaged_weights_are_found_out(server, pair):
     pre, post = pair("Llama")
     with torch.no_grad():
