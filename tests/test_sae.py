@@ -16,9 +16,12 @@ from sklearn.metrics import log_loss
 import emergent_heads as eh
 from emergent_heads import errors, sae
 from emergent_heads.analysis.ablation_examples import draw_examples
+from emergent_heads.analysis.probe_fits import Fitting
 from emergent_heads.analysis.probes import Probe, Probes, ProbeSeries
 from emergent_heads.models.hooks import editing_output
+from emergent_heads.sae.ablation import LATENT_CONTROLS, _Pool
 from emergent_heads.sae.autoencoder import OWN, hook_of, layer_of
+from emergent_heads.sae.comparison import Comparing, _Reading
 from emergent_heads.sae.one_latent import Sparse, fit
 from emergent_heads.sae.series import LatentSeries
 from emergent_heads.sae.training import HELD_OUT, SPLIT
@@ -471,6 +474,28 @@ def test_numbers_of_one_latent_are_those_of_the_definition(right, planted, token
     assert row["active"] == pytest.approx(share, abs=0.1)
 
 
+def test_random_latents_are_as_often_active_and_the_best_is_chosen(right, planted, planted_task, planted_probes):
+    comparing = Comparing.open(eh.hooked(planted), planted_task, planted_probes, FEATURE, seed=0)
+    found = comparing.compare(eh.hooked(planted), planted_probes, right, n_best=1).table
+    for _, site, x in Fitting((-1,), (1.0,), 0, 1.0).blocks(eh.hooked(planted), comparing.data):
+        reading = _Reading(site, x, right, 0)
+        counts = (right.encode(x[site.train]) != 0).sum(0)
+        random = reading._random.only(site.train)
+        np.testing.assert_allclose(random.active, counts[counts > 0], atol=3)  # but for ties: tokens come again
+        (target,) = site.targets
+        labels, dense = target.labels.numpy(), np.zeros((len(x), random.n_latents))
+        dense[reading._random.rows, reading._random.latents] = reading._random.values
+        for component, (train, test) in enumerate(zip(labels[:, site.train], labels[:, site.test], strict=True)):
+            losses = []
+            for z in dense.T[..., None]:
+                z = z / z[site.train].std()
+                fitted = LogisticRegression(C=1.0, tol=1e-10).fit(z[site.train], train)
+                losses.append([log_loss(y, fitted.predict_proba(z[part])) for part, y in
+                               ((site.train, train), (site.test, test))])  # fmt: skip
+            row = found.loc[(found["place"] == target.place) & (found["component"] == component)].iloc[0]
+            assert row["random_loss"] == pytest.approx(min(losses)[1], abs=1e-4)
+
+
 def test_what_does_not_belong_together_is_refused(right, planted, planted_task, planted_probes, dictionary):
     compare = {"features": FEATURE, "progress": False}
     other = eh.SmallModel(planted.config, seed=1).eval()
@@ -534,6 +559,16 @@ def test_training_is_seeded_and_disturbs_and_says_nothing(sae_lens, planted, tok
     assert torch.equal(first.W_dec, second.W_dec)
     assert not torch.equal(first.W_dec, sae.train(planted, tokens, **short, seed=1).W_dec)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_scale_of_the_residual_stream_is_part_of_the_weights(sae_lens, planted, tokens):
+    large = eh.SmallModel(planted.config, seed=0).eval()
+    with torch.no_grad():
+        large.embed.weight.copy_(50 * planted.embed.weight)
+    first, second = (sae.train(model, tokens, **{**TRAINING, "n_activations": 5000}) for model in (planted, large))
+    x = planted.embed.weight[:50].detach()
+    torch.testing.assert_close(second.reconstruct(50 * x), 50 * first.reconstruct(x), rtol=1e-2, atol=1e-2)
+    assert first.b_dec.norm() > 0.1  # without it, any scale would do
 
 
 class Seen(eh.tasks.Addition):
@@ -676,7 +711,7 @@ def test_latents_are_subtracted_as_by_hand(adder, adder_probes, architecture, se
 def test_both_ablations_stand_in_one_table(adder, adder_probes):
     own = by_hand(normalisation="constant_norm_rescale")
     found = ablate(adder, adder_probes, {"carry": {0: 1, 1: 2, 2: (3, 8)}}, own, probe_kinds=("random",))
-    assert found.table["edit"].tolist() == ["none", "feature", "random", "latents", *sae.ablation.LATENT_CONTROLS]
+    assert found.table["edit"].tolist() == ["none", "feature", "random", "latents", *LATENT_CONTROLS]
     of_probe = eh.ablate_features(
         adder, TASK, adder_probes, 3, features="carry", kinds=("random",), n=N, n_reference=N_REFERENCE, progress=False
     )
@@ -699,6 +734,17 @@ def test_both_ablations_stand_in_one_table(adder, adder_probes):
     assert "without latents" in repr(found)
     labels = [label.get_text() for label in found.plot().axes[0].get_yticklabels()]
     assert "latents subtracted" in labels
+
+
+def test_matched_latents_are_the_nearest_in_mean_square():
+    own = by_hand()
+    pool = _Pool.of(ROWS, (4,), own)
+    squares = (own.amounts(ROWS)[..., None] * own.W_dec).square().sum(2).mean(0).log()
+    others = [latent for latent in range(D_SAE) if latent != 4 and torch.isfinite(squares[latent])]
+    nearest = sorted(others, key=lambda latent: abs(float(squares[latent] - squares[4])))[:8]
+    generator = np.random.default_rng(0)
+    assert {pool.draw(generator, matched=True)[0] for _ in range(200)} == set(nearest)
+    assert {pool.draw(generator, matched=False)[0] for _ in range(2000)} == set(others)
 
 
 def test_share_of_variance_is_that_of_the_reference_rows(adder, adder_probes):
@@ -804,6 +850,10 @@ def test_latents_along_a_series(sae_lens, planted, planted_task, tokens, tmp_pat
     pd.testing.assert_frame_equal(again.table, found.table)
     with pytest.raises(errors.RunFolderError, match="n_activations 60000 there, 10000 here"):
         sae.latent_series(series, planted_task, probes, **{**options, "n_activations": 10_000})
+    with monkeypatch.context() as changed:
+        changed.setattr(series, "identity", lambda step: "other weights")
+        with pytest.raises(AssertionError, match="trained again"):
+            sae.latent_series(series, planted_task, probes, **options)
     (tmp_path / "step_00000010" / "cfg.json").unlink()
     with pytest.raises(AssertionError, match="trained again"):
         sae.latent_series(series, planted_task, probes, **options)
