@@ -26,10 +26,16 @@ def indirect_object_models(tmp_path_factory) -> Path:
         return train_all(root / "indirect_object_models")
 
 
-@pytest.mark.parametrize("path", ALL)
-def test_runs_from_nothing_and_shows_what_is_kept(path, tmp_path, request):
+@pytest.fixture
+def kernels():
+    """Skips where notebooks cannot be run."""
     pytest.importorskip("nbclient", reason="the dev extra is not installed")
     pytest.importorskip("ipykernel", reason="the notebook extra is not installed")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("path", ALL)
+def test_runs_from_nothing_and_shows_what_is_kept(path, tmp_path, request):
     if path.stem in notebooks.NEEDS_MODULE:
         module = notebooks.NEEDS_MODULE[path.stem]
         pytest.importorskip(module, reason=f"the notebook needs {module}, which is not installed")
@@ -43,6 +49,18 @@ def test_runs_from_nothing_and_shows_what_is_kept(path, tmp_path, request):
         for notebook in (fresh, kept)
     )
     assert shown == shown_there, f"run `make notebooks` to keep what {path.name} shows now"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_cell_that_fails_fails_the_run(tmp_path):
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = _notebook()
+    notebook["cells"][2]["source"] = "1 / 0"
+    path = tmp_path / "failing.ipynb"
+    path.write_text(notebooks.written(notebooks.tidied(notebook)))
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        notebooks.run(path, tmp_path / "run")
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -118,7 +136,9 @@ def test_faults_of_form():
 
 
 def test_tidying_keeps_sources_outputs_and_tags():
-    notebook = _notebook(_shown("2"))
+    bar = _shown("small:   0%|          | 0/10 [00:00<?, ?checkpoint/s]")
+    bar["data"]["application/vnd.jupyter.widget-view+json"] = {"model_id": "1958a6ef21ca40f19278c172dbbf4a89"}
+    notebook = _notebook(bar, _shown("2"))
     notebook["cells"][2]["metadata"] = {"execution": {"iopub.execute_input": "2020-01-01"}}
     notebook["metadata"] = {"language_info": {"version": "3.99"}}
     tidy = notebooks.tidied(notebook)
