@@ -29,7 +29,7 @@ def weight_norms(table: pd.DataFrame, *, outlier_at: float) -> "Figure":
         axes.plot([], [], color=GREY, linewidth=0.8, label=f"one of {wide.shape[1]} matrices")
         steps, matrices = np.nonzero(far.to_numpy())
         if len(steps):
-            label = f"leaves its neighbours' (deviation ≥ {outlier_at:g})"
+            label = f"off its neighbours' line (deviation ≥ {outlier_at:g})"
             axes.plot(relative.index[steps], relative.to_numpy()[steps, matrices], "x", color=VERMILION, label=label)
         step_axis(axes.xaxis, wide.index.tolist())
         axes.set_xlabel("training step")
