@@ -665,7 +665,7 @@ def log_steps(axis: "Axis", steps: Sequence[float], extra: Mapping[float, str] |
     first = 0.8 * low if min(steps) > 0 else 2 * low  # nearer to 0 than that, it would stand in its label
     ticks = _round_numbers(first, high)
     if len(ticks) < 2:  # a narrow range: its ends say more than a round number
-        ticks = [float(low), float(high)] if high > 1.5 * low else [_rounded((low * high) ** 0.5)]
+        ticks = [float(low), float(high)] if high > 1.2 * low else [_rounded((low * high) ** 0.5)]
     if min(steps) <= 0:
         ticks = [0.0, *(tick for tick in ticks if tick >= first)]
     name = EngFormatter(sep="")
