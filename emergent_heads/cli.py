@@ -581,7 +581,7 @@ class Train:
         print(run)
         _print_table(run.metrics.iloc[-1:])
         if self.plot is not None:
-            from emergent_heads.plots import save_figure
+            from emergent_heads.plots.figure import save_figure
 
             _say(f"wrote {save_figure(run.plot(), self.plot)}")
         if run.status == "diverged":
@@ -772,7 +772,7 @@ class Sweep:
         _write(result, self.out / "sweep.csv", None, line)
         _say(f"wrote {save_table(result.summary, self.out / 'summary.csv', {'command_line': line})}")
         if self.x is not None:
-            from emergent_heads.plots import save_figure
+            from emergent_heads.plots.figure import save_figure
 
             figure = result.plot(self.x, self.y or "step_solved")
             _say(f"wrote {save_figure(figure, self.out / 'sweep.png')}")
@@ -1009,7 +1009,7 @@ def _check_outputs(table: Path | None, figure: Path | None) -> None:
     Raises:
         OutputError: unknown suffix, or a folder that does not take files.
     """
-    from emergent_heads.plots import FIGURE_SUFFIXES
+    from emergent_heads.plots.figure import FIGURE_SUFFIXES
     from emergent_heads.storage import check_writable
 
     if table is not None:
@@ -1056,7 +1056,7 @@ def _write(result: "Result", table: Path | None, figure: Path | None, line: str)
     if table is not None:
         _say(f"wrote {replace(result, about={**result.about, 'command_line': line}).save(table)}")
     if figure is not None:
-        from emergent_heads.plots import save_figure
+        from emergent_heads.plots.figure import save_figure
 
         save_figure(result.plot(), figure)  # pyright: ignore[reportAttributeAccessIssue]
         _say(f"wrote {figure}")

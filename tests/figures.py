@@ -14,8 +14,18 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from emergent_heads import plots, plots_ablation, plots_probes, plots_quiet, plots_sae, plots_verification
 from emergent_heads.experiments import demo as experiments_demo
+from emergent_heads.plots import ablation as ablation_plots
+from emergent_heads.plots import emergence as emergence_plots
+from emergent_heads.plots import frontier as frontier_plots
+from emergent_heads.plots import heads as head_plots
+from emergent_heads.plots import probes as probe_plots
+from emergent_heads.plots import quiet as quiet_plots
+from emergent_heads.plots import sae as sae_plots
+from emergent_heads.plots import sweeps as sweep_plots
+from emergent_heads.plots import training as training_plots
+from emergent_heads.plots import verification as verification_plots
+from emergent_heads.plots.look import style
 
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 144_000, 1000)]
 FEATURES = [f"{name}_{place}" for name in ("carry", "partial_sum", "digit", "is_even") for place in range(6)]
@@ -56,7 +66,7 @@ def emergence_curve(steps, pre, post, task="string_repetition", missing=False):
         p = np.full_like(p, np.nan)
     table = pd.DataFrame({"step": steps, "share_matched": share, "share_low": (share - 0.15).clip(0)})
     table = table.assign(share_high=(share + 0.15).clip(0, 1), p_target=p, p_low=p - 0.05, p_high=p + 0.05)
-    return plots.emergence_curve(table, task=task, threshold=0.5, pre=pre, post=post)
+    return emergence_plots.emergence_curve(table, task=task, threshold=0.5, pre=pre, post=post)
 
 
 @case("emergence curve, scores", sign=1)
@@ -64,7 +74,7 @@ def emergence_curve(steps, pre, post, task="string_repetition", missing=False):
 def score_curve(sign):
     steps = PYTHIA[::5]
     table = pd.DataFrame({"step": steps, "score": sign * (0.3 + 0.4 * rising(steps, 20_000))})
-    return plots.emergence_curve(
+    return emergence_plots.emergence_curve(
         table, task="ARC-Easy accuracy (0-shot)", threshold=0.4 * sign, pre=20_000, post=25_000
     )
 
@@ -99,7 +109,7 @@ def emergence_scatter(sizes, n_tasks, n_seeds, never=False):
     mean = groups.mean().rename("restricted_mean_step").reset_index()
     spread = groups.std().to_numpy() / 2
     low, high = mean["restricted_mean_step"] - spread, mean["restricted_mean_step"] + spread
-    return plots.emergence_scatter(table, mean.assign(restricted_mean_low=low, restricted_mean_high=high))
+    return emergence_plots.emergence_scatter(table, mean.assign(restricted_mean_low=low, restricted_mean_high=high))
 
 
 @case("evaluation, 32 prompts", n=32)
@@ -107,7 +117,7 @@ def emergence_scatter(sizes, n_tasks, n_seeds, never=False):
 @case("evaluation, 1000 prompts", n=1000)
 def evaluation(n):
     p = rng().beta(0.6, 0.8, n)
-    return plots.evaluation(
+    return emergence_plots.evaluation(
         pd.DataFrame({"p_target": p, "matched": p + rng(1).normal(0, 0.1, n) > 0.4}), mean=p.mean()
     )
 
@@ -132,7 +142,7 @@ def head_map(layers, heads, scale=0.2, sign=None, run=None):
         values = sign * np.abs(values)
     if run is not None:
         values[rng(1).permuted(np.arange(values.size)).reshape(values.shape) >= run] = np.nan
-    return plots.head_map(values)
+    return head_plots.head_map(values)
 
 
 IOI = [
@@ -168,7 +178,7 @@ def pattern_pairs(tokens, n_heads):
         return values / values.sum(1, keepdims=True)
 
     pairs = [(f"L{9 + head}H{head}  Δp +0.1{head}2", pattern(head), pattern(20 + head)) for head in range(n_heads)]
-    return plots.pattern_pairs(pairs, tokens)
+    return head_plots.pattern_pairs(pairs, tokens)
 
 
 @case("recovery, 12 x 12", ks=[1, 2, 4, 8, 16, 144], greedy=True)
@@ -189,7 +199,7 @@ def recovery(ks, greedy, missing=False, scale=1.0):
             {"k": k, "heads": name, "recovered_gap": value, "recovered_low": value - spread}
             | {"recovered_high": value + spread}
         )
-    return plots.recovery(pd.DataFrame(rows))
+    return head_plots.recovery(pd.DataFrame(rows))
 
 
 @case("trajectories, 4 heads", n_heads=4, steps=PYTHIA)
@@ -208,7 +218,7 @@ def trajectories(n_heads, steps, missing=False, score=None):
         p = float(rising([step], 6000)[0])
         rows.append({"step": step, "layer": head // 12, "head": head % 12, **scores, "entropy_nats": 1.0})
         rows[-1] |= {"p_target": 0.7 * p, "share_matched": p}
-    return plots.trajectories(pd.DataFrame(rows), score)
+    return head_plots.trajectories(pd.DataFrame(rows), score)
 
 
 # ---- training and sweeps ----
@@ -226,7 +236,7 @@ def training(steps, solved, diverged=False):
         loss[len(loss) // 2 :] = np.nan
     metrics = pd.DataFrame({"step": steps, "train_loss_nats": loss + 0.02, "loss_nats": loss})
     metrics = metrics.assign(share_learned=gone, exact_match=gone**3)
-    return plots.training_curve(metrics, plateau=0.693, floor=0.0, solved_step=solved)
+    return training_plots.training_curve(metrics, plateau=0.693, floor=0.0, solved_step=solved)
 
 
 @case("sweep, steps by sparsity", x="sparsity", values=[1, 2, 3, 4, 5], by={"attention_bias": [0.0, 5.0]})
@@ -258,7 +268,7 @@ def sweep(x, values, by, y="step_solved", n_seeds=5, never=False):
         table = table.drop(columns="censored")
     means = table.groupby([*by, x], sort=False)[y].mean().rename("value").reset_index()
     means = means.assign(low=0.8 * means["value"], high=1.3 * means["value"])
-    return plots.sweep(table, means, x=x, y=y, by=list(by))
+    return sweep_plots.sweep(table, means, x=x, y=y, by=list(by))
 
 
 @case("frontier, 8 budgets", n=8)
@@ -273,7 +283,7 @@ def frontier(n):
     runs = pd.concat([table[["flops"]].assign(selection_loss_nats=mean * factor) for factor in np.linspace(1, 3, 12)])
     law = ((budgets[0], budgets[max(1, n // 2)]), lambda flops: 0.69 * (flops / 1e11) ** -0.12)
     spans = (budgets[n // 2], budgets[-1])
-    return plots.frontier(
+    return frontier_plots.frontier(
         runs, table, seeds, x="flops", plateau=0.693, floor=0.0, law=law, leaves_at=budgets[n // 2], fast=spans
     )
 
@@ -299,14 +309,14 @@ def probe_table(n_features, n_places, layers, steps=(0,)):
 @case("probes, 13 features", n_features=13, n_places=8, layers=range(-1, 12))
 @case("probes, 48 layers", n_features=2, n_places=64, layers=range(-1, 48))
 def probe_layers(n_features, n_places, layers):
-    return plots_probes.layer_maps(probe_table(n_features, n_places, layers))
+    return probe_plots.layer_maps(probe_table(n_features, n_places, layers))
 
 
 @case("probe steps, 2 features", n_features=2, n_places=8, steps=range(0, 5001, 500))
 @case("probe steps, one step", n_features=1, n_places=4, steps=[0])
 @case("probe steps, 154 steps", n_features=3, n_places=2, steps=PYTHIA)
 def probe_steps(n_features, n_places, steps):
-    return plots_probes.step_maps(probe_table(n_features, n_places, range(-1, 2), steps))
+    return probe_plots.step_maps(probe_table(n_features, n_places, range(-1, 2), steps))
 
 
 def gap_curves(names, steps, n_runs, start=400):
@@ -323,7 +333,7 @@ def gap_curves(names, steps, n_runs, start=400):
 @case("transition, none", n_runs=3, x="step", there=False)
 def transition(n_runs, x, there=True):
     table = gap_curves(["loss"], range(0, 20_001, 250), n_runs, start=3000).rename(columns={"step": x})
-    return plots_quiet.transition(
+    return quiet_plots.transition(
         table, x=x, step=3100.0 if there else None, fast_phase=(2000.0, 5200.0) if there else None
     )
 
@@ -340,7 +350,7 @@ def quiet(n_features, n_runs, learned=True):
     table["verdict"] = [verdicts[index % 4] if learned else "not learned" for index in range(n_features)]
     table.loc[table["verdict"] == "not learned", "lead_steps"] = np.nan
     curves, losses = gap_curves(names, steps, n_runs), gap_curves(["loss"], steps, n_runs, start=4000)
-    return plots_quiet.quiet_features(table, curves, losses, transition=4100.0, fast_phase=(3000.0, 6000.0))
+    return quiet_plots.quiet_features(table, curves, losses, transition=4100.0, fast_phase=(3000.0, 6000.0))
 
 
 @case("early warning, 20 seeds", n=20, never=3)
@@ -353,7 +363,7 @@ def early_warning(n, never, warned=True, width=0.4):
     there[n - never :] = np.nan
     status = ["there"] * (n - never) + ["never"] * never
     table = pd.DataFrame({"warning_step": warning, "transition_step": there, "transition_status": status})
-    return plots_quiet.early_warning(table, correlation=0.83 if n > 2 else None)
+    return quiet_plots.early_warning(table, correlation=0.83 if n > 2 else None)
 
 
 EDITS = ["none", "feature", "random", "matched_variance", "shuffled_labels", "other_features"]
@@ -383,7 +393,7 @@ def ablation_tables(n_features, solved, steps=(0,), edits=EDITS):
 @case("ablation, no controls", n_features=2, solved=1, edits=["none", "feature"])
 @case("transplant", n_features=3, solved=1, edits=["pre", "post", "transplanted", "random", "matched_change"])
 def ablation(n_features, solved, edits=EDITS):
-    return plots_ablation.ablation(*ablation_tables(n_features, solved, edits=edits))
+    return ablation_plots.ablation(*ablation_tables(n_features, solved, edits=edits))
 
 
 @case("ablation series, one feature", n_features=1, steps=range(0, 20_001, 1000))
@@ -391,7 +401,7 @@ def ablation(n_features, solved, edits=EDITS):
 @case("ablation series, 10 features", n_features=10, steps=PYTHIA[::10])
 @case("ablation series, one step", n_features=1, steps=[500])
 def ablation_series(n_features, steps):
-    return plots_ablation.ablation_series(ablation_tables(n_features, 1, list(steps))[0])
+    return ablation_plots.ablation_series(ablation_tables(n_features, 1, list(steps))[0])
 
 
 # ---- autoencoders, verification ----
@@ -409,7 +419,7 @@ def latents(n_features, n_places):
         for feature in FEATURES[:n_features]
         for place in range(n_places)
     ]
-    return plots_sae.comparison(pd.DataFrame(rows))
+    return sae_plots.comparison(pd.DataFrame(rows))
 
 
 @case("latent series, one feature", n_features=1, steps=range(0, 20_001, 1000))
@@ -425,7 +435,7 @@ def latent_series(n_features, steps):
         emergence.append(
             {"feature": feature, "readout": name, "emergence_step": [2000.0, 4000.0, 6000.0, np.nan][index]}
         )
-    return plots_sae.latent_series(pd.DataFrame(rows), pd.DataFrame(emergence))
+    return sae_plots.latent_series(pd.DataFrame(rows), pd.DataFrame(emergence))
 
 
 @case("norms, 154 steps", steps=PYTHIA, n=50)
@@ -438,7 +448,7 @@ def norms(steps, n, zero=False):
         for index, step in enumerate(steps)
         for tensor in range(n)
     ]
-    return plots_verification.weight_norms(pd.DataFrame(rows), outlier_at=8.0)
+    return verification_plots.weight_norms(pd.DataFrame(rows), outlier_at=8.0)
 
 
 @case("demo", n_series=3)
@@ -472,7 +482,7 @@ def faults(figure) -> list[str]:
     """What a reader would object to: text that is cut, text on text, panels that are too small."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    with plots.style():
+    with style():
         return list(_faults(figure, canvas.get_renderer()))
 
 

@@ -155,12 +155,13 @@ def cells():
     client = pytest.importorskip("nbclient", reason="needs Jupyter, of the extra notebook")
     nbformat = pytest.importorskip("nbformat")
     sources = [
-        "import sys\nimport numpy as np\nimport pandas as pd\nfrom emergent_heads import plots, results",
-        "figure = plots.head_map(np.eye(3))",
+        "import sys\nimport numpy as np\nimport pandas as pd\nfrom emergent_heads import results\n"
+        "from emergent_heads.plots.heads import head_map",
+        "figure = head_map(np.eye(3))",
         "figure",
         "print('matplotlib.pyplot' in sys.modules)",
         "import matplotlib.pyplot as plt",
-        "plots.head_map(np.eye(3))",
+        "head_map(np.eye(3))",
         "print(plt.get_fignums())",
         "results.Result(pd.DataFrame({'a': [1]}))",
     ]

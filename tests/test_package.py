@@ -24,12 +24,6 @@ GROUND = {
     "notebook",
     "results",
     "plots",
-    "plots_ablation",
-    "plots_figure",
-    "plots_probes",
-    "plots_quiet",
-    "plots_sae",
-    "plots_verification",
     "processes",
 }
 

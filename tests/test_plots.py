@@ -13,7 +13,12 @@ from figures import FEATURES, FIGURES, ODD, faults
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import emergent_heads
-from emergent_heads import plots, plots_ablation, plots_quiet
+from emergent_heads.plots import ablation as ablation_plots
+from emergent_heads.plots import heads as head_plots
+from emergent_heads.plots import quiet as quiet_plots
+from emergent_heads.plots.figure import new_figure
+from emergent_heads.plots.look import look_of, plain, style
+from emergent_heads.plots.panels import columns_grid
 from emergent_heads.results import Result
 
 WITHOUT_PLOT: dict[str, str] = {}  # name of a result: why it has none
@@ -33,15 +38,15 @@ def test_nothing_is_cut_and_no_text_lies_on_other_text(name):
 
 
 def test_the_faults_are_found_where_they_are():
-    figure = plots.new_figure(2, 2)
-    with plots.style():
+    figure = new_figure(2, 2)
+    with style():
         axes = figure.subplots()
         axes.set_xticks([0.5, 0.52], ["one label", "another"])
         axes.set_ylabel("a label that is far longer than the figure is tall")
     found = faults(figure)
     assert "'one label' on 'another'" in found
     assert any("is cut" in fault for fault in found)
-    assert any("a page of" in fault for fault in faults(plots.new_figure(30, 2)))
+    assert any("a page of" in fault for fault in faults(new_figure(30, 2)))
 
 
 def test_every_result_plots_in_one_call():
@@ -89,11 +94,11 @@ def test_text_of_users_is_written_as_it_is():
     ]  # fmt: skip
     assert tokens[11] == "a" * 13 + "…"
     assert len(tokens) == len(ODD)
-    assert plots.plain("cost_in_$ of $x$") == r"cost_in_\$ of \$x\$"
-    assert plots.plain("one two three", 8).count("\n") == 1
+    assert plain("cost_in_$ of $x$") == r"cost_in_\$ of \$x\$"
+    assert plain("one two three", 8).count("\n") == 1
     rows = pd.DataFrame({"feature": ["_x$ and $y"], "verdict": ["not learned"], "lead_steps": [np.nan]})
     curves = pd.DataFrame({"feature": ["a"], "run": [0], "step": [1], "gap_left": [0.5]})
-    figure = plots_quiet.quiet_features(rows, curves, curves, transition=None, fast_phase=None)
+    figure = quiet_plots.quiet_features(rows, curves, curves, transition=None, fast_phase=None)
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend[-1] == r" _x\$ and \$y: not learned"
     assert faults(figure) == []
@@ -105,19 +110,21 @@ def test_twenty_four_lines_are_told_apart_by_colour_and_by_more_than_colour():
     looks = [(line.get_color(), line.get_linestyle(), line._dash_pattern[1]) for line in named]
     assert len({str(look) for look in looks}) == len(looks) > 15
     assert len({str(look[2]) for look in looks[:4]}) == 4
-    looks = [tuple(plots.look_of(index).values()) for index in range(36)]
+    looks = [tuple(look_of(index).values()) for index in range(36)]
     assert len(set(looks)) == 36
     assert len({marker for _, marker in looks[:6]}) == 6
 
 
 def test_the_colours_of_a_head_map_differ_in_grey_print():
     """A rise and a fall of the same size have different lightness."""
-    fall, zero, rise = (np.dot(plots._diverging()(place)[:3], [0.2126, 0.7152, 0.0722]) for place in (0.0, 0.5, 1.0))
+    fall, zero, rise = (
+        np.dot(head_plots._diverging()(place)[:3], [0.2126, 0.7152, 0.0722]) for place in (0.0, 0.5, 1.0)
+    )
     assert zero > fall + 0.2 > rise + 0.5
 
 
 def test_columns_keep_their_panels_together():
-    figure, columns = plots.columns_grid(5, 2, width=2, height=1)
+    figure, columns = columns_grid(5, 2, width=2, height=1)
     places = [[axes.get_subplotspec().num1 for axes in column] for column in columns]
     assert places == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12]]
     assert len(figure.axes) == 10
@@ -149,5 +156,5 @@ def test_names_of_ablated_features_may_be_long():
         for edit in ("none", "feature")
     )
     controls = pd.DataFrame(columns=["feature", "edit", "exact_match", "loss_nats"])
-    assert faults(plots_ablation.ablation(table, controls)) == []
-    assert faults(plots_ablation.ablation_series(table)) == []
+    assert faults(ablation_plots.ablation(table, controls)) == []
+    assert faults(ablation_plots.ablation_series(table)) == []

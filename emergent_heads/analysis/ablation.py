@@ -97,9 +97,9 @@ class Ablation(Result):
 
     def plot(self) -> "Figure":
         """Exact match (loss, where there is none) without edit, with the feature taken out, and with the controls."""
-        from emergent_heads import plots_ablation
+        from emergent_heads.plots import ablation as ablation_plots
 
-        return plots_ablation.ablation(self.table, self.controls)
+        return ablation_plots.ablation(self.table, self.controls)
 
 
 def _said(feature: object, rows: pd.DataFrame) -> str:
@@ -614,9 +614,9 @@ class AblationSeries(Result):
 
     def plot(self) -> "Figure":
         """Loss and exact match over the steps, without edit, with each feature taken out, and with the controls."""
-        from emergent_heads import plots_ablation
+        from emergent_heads.plots import ablation as ablation_plots
 
-        return plots_ablation.ablation_series(self.table)
+        return ablation_plots.ablation_series(self.table)
 
 
 def ablation_series(

@@ -65,9 +65,9 @@ class EarlyWarning(Result):
 
     def plot(self) -> "Figure":
         """Step of the transition against step of the warning, a dot per seed."""
-        from emergent_heads import plots_quiet
+        from emergent_heads.plots import quiet as quiet_plots
 
-        return plots_quiet.early_warning(self.table, correlation=self.correlation)
+        return quiet_plots.early_warning(self.table, correlation=self.correlation)
 
 
 def early_warning(

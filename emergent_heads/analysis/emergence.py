@@ -14,11 +14,12 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from emergent_heads import notebook, plots
+from emergent_heads import notebook
 from emergent_heads.analysis.evaluation import SeriesEvaluations
 from emergent_heads.analysis.search import STRATEGIES, Found, Strategy, persistent_place, search
 from emergent_heads.checkpoints.known_issues import is_grave, marks_in
 from emergent_heads.errors import ArgumentError, CheckpointError, EmergenceError, nearest
+from emergent_heads.plots import emergence as emergence_plots
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.statistics import censored_median, restricted_mean, share_interval
 from emergent_heads.tasks.task import PromptTask
@@ -117,7 +118,7 @@ class EmergencePoint(Result):
 
     def plot(self) -> "Figure":
         """What was measured against the training step, with the interval between `pre` and `post` shaded."""
-        return plots.emergence_curve(
+        return emergence_plots.emergence_curve(
             self.table, task=self.task, threshold=self.threshold, pre=self.pre, post=self.post
         )
 
@@ -162,7 +163,7 @@ class EmergenceTable(Result):
 
     def plot(self) -> "Figure":
         """Steps to emergence against size: a dot per series, crosses for never, the restricted mean as a line."""
-        return plots.emergence_scatter(self.table, self.summary)
+        return emergence_plots.emergence_scatter(self.table, self.summary)
 
 
 @overload

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emergent_heads import plots
 from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
 from emergent_heads.errors import ArgumentError, CheckpointError, NotFiniteError, UnsafeWeightsError
+from emergent_heads.plots import emergence as emergence_plots
 from emergent_heads.results import Result
 from emergent_heads.statistics import Interval, bootstrap_mean, share_interval
 from emergent_heads.storage import KeptTables, digest
@@ -67,7 +67,7 @@ class Evaluation(Result):
 
     def plot(self) -> "Figure":
         """Probability of the target on each prompt, in descending order."""
-        return plots.evaluation(self.table, mean=self.p_target.value)
+        return emergence_plots.evaluation(self.table, mean=self.p_target.value)
 
 
 def evaluate(model: "Checkpoint | HookedModel | object", task: PromptTask, *, batch_size: int = 64) -> Evaluation:

@@ -17,11 +17,11 @@ from scipy import stats
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from emergent_heads import plots
 from emergent_heads.analysis.patching import Pair, check_choice, head_patterns, open_pair
 from emergent_heads.analysis.pattern_scores import SCORES, pattern_scores
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.engine import Head
+from emergent_heads.plots import heads as head_plots
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import bootstrap_means, share_interval
@@ -126,7 +126,7 @@ class HeadRanking(Result):
 
     def plot(self) -> "Figure":
         """Map of delta_p over layers and heads."""
-        return plots.head_map(self.delta_p.mean(axis=-1))
+        return head_plots.head_map(self.delta_p.mean(axis=-1))
 
     def plot_patterns(self, k: int = 4) -> "Figure":
         """The top k heads' patterns on one prompt, before and after."""
@@ -139,7 +139,7 @@ class HeadRanking(Result):
             )
             for layer, head in self.top(k)
         ]
-        return plots.pattern_pairs(pairs, self.example.texts)
+        return head_plots.pattern_pairs(pairs, self.example.texts)
 
 
 @dataclass(frozen=True, eq=False)

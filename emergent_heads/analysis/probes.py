@@ -178,9 +178,9 @@ class Probes(Result):
 
     def plot(self) -> "Figure":
         """Share of the strongest baseline's loss that each probe removes: a map of layer and place per feature."""
-        from emergent_heads import plots_probes
+        from emergent_heads.plots import probes as probe_plots
 
-        return plots_probes.layer_maps(self.table)
+        return probe_plots.layer_maps(self.table)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -232,9 +232,9 @@ class ProbeSeries(Result):
 
     def plot(self) -> "Figure":
         """Share of the strongest baseline's loss that the best layer's probe removes: step and place per feature."""
-        from emergent_heads import plots_probes
+        from emergent_heads.plots import probes as probe_plots
 
-        return plots_probes.step_maps(self.table)
+        return probe_plots.step_maps(self.table)
 
 
 @dataclass(frozen=True)

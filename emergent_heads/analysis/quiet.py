@@ -86,9 +86,9 @@ class QuietFeatures(Result):
 
     def plot(self) -> "Figure":
         """The task's loss and each feature's probe loss on one axis of steps, with the transition shaded."""
-        from emergent_heads import plots_quiet
+        from emergent_heads.plots import quiet as quiet_plots
 
-        return plots_quiet.quiet_features(
+        return quiet_plots.quiet_features(
             self.table,
             self.curves,
             self.transition.table,

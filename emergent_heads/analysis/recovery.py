@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
-from emergent_heads import plots
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.patching import Pair, check_choice, open_pair
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.engine import Head
+from emergent_heads.plots import heads as head_plots
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import bootstrap_means, bootstrap_ratio, share_interval
@@ -59,7 +59,7 @@ class RecoveryCurve(Result):
 
     def plot(self) -> "Figure":
         """Recovered gap against K, with the band of the random sets."""
-        return plots.recovery(self.table)
+        return head_plots.recovery(self.table)
 
 
 def recovery_curve(

@@ -14,9 +14,9 @@ import pandas as pd
 from jaxtyping import Float
 from scipy import stats
 
-from emergent_heads import plots
 from emergent_heads.analysis.transition import HasLossRange, Transition, find_transition
 from emergent_heads.errors import ArgumentError
+from emergent_heads.plots import frontier as frontier_plots
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import Interval, bootstrap_mean
@@ -100,7 +100,7 @@ class Frontier(Result):
     def plot(self) -> "Figure":
         """Loss above the floor against FLOPs on logarithmic axes: all runs, the frontier, the law; and exact match."""
         law = self.law
-        return plots.frontier(
+        return frontier_plots.frontier(
             self.runs,
             self.table,
             self.seeds,

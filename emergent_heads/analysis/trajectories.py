@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from tqdm.auto import tqdm
 
-from emergent_heads import plots
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.pattern_scores import pattern_scores
 from emergent_heads.checkpoints.known_issues import mark_steps
@@ -15,6 +14,7 @@ from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import ArgumentError, CheckpointError, NotFiniteError, UnsafeWeightsError
 from emergent_heads.models.engine import Head
 from emergent_heads.models.hooked import HookedModel
+from emergent_heads.plots import heads as head_plots
 from emergent_heads.results import Result
 from emergent_heads.tasks.task import PromptTask
 
@@ -40,7 +40,7 @@ class HeadTrajectories(Result):
 
     def plot(self, score: str | None = None) -> "Figure":
         """The heads' scores and the task's p over the steps; by default the score that changes most for each head."""
-        return plots.trajectories(self.table, score)
+        return head_plots.trajectories(self.table, score)
 
 
 def head_trajectories(

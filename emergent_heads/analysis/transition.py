@@ -129,9 +129,9 @@ class Transition(Result):
 
     def plot(self) -> "Figure":
         """Share of the gap left against `x`, a thin line per run, with the fast phase shaded."""
-        from emergent_heads import plots_quiet
+        from emergent_heads.plots import quiet as quiet_plots
 
-        return plots_quiet.transition(self.table, x=self.x, step=self.step, fast_phase=self.fast_phase)
+        return quiet_plots.transition(self.table, x=self.x, step=self.step, fast_phase=self.fast_phase)
 
 
 def find_transition(

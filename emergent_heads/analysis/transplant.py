@@ -72,9 +72,9 @@ class Transplant(Result):
 
     def plot(self) -> "Figure":
         """Exact match (loss, where there is none) of both models, with the transplant, and with the controls."""
-        from emergent_heads import plots_ablation
+        from emergent_heads.plots import ablation as ablation_plots
 
-        return plots_ablation.ablation(self.table, self.controls)
+        return ablation_plots.ablation(self.table, self.controls)
 
 
 def transplant_features(

@@ -113,9 +113,9 @@ class Verification(Result):
         """
         if self.norms.empty:
             raise ArgumentError("no weights were read, so there are no norms to draw; use verify(weights=True)")
-        from emergent_heads import plots_verification
+        from emergent_heads.plots import verification as verification_plots
 
-        return plots_verification.weight_norms(self.norms, outlier_at=OUTLIER_AT)
+        return verification_plots.weight_norms(self.norms, outlier_at=OUTLIER_AT)
 
 
 @dataclass

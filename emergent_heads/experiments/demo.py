@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from emergent_heads.errors import ArgumentError
 from emergent_heads.experiments.small_language_model import Recipe, tokens_seen, train_series
-from emergent_heads.plots import save_figure
+from emergent_heads.plots.figure import save_figure
 from emergent_heads.storage import check_writable
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ def _listed(noun: str, values: Sequence[int]) -> str:
 
 def _overview(points: "Sequence[EmergencePoint]", curves: "dict[str, RecoveryCurve]") -> "Figure":
     """Left: share of prompts matched over the steps; right: recovered gap against K, random heads dashed."""
-    from emergent_heads.plots import COLOURS, GREY, new_figure, style
+    from emergent_heads.plots.figure import new_figure
+    from emergent_heads.plots.look import COLOURS, GREY, style
 
     with style():
         figure = new_figure(8.0, 3.2)

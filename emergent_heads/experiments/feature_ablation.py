@@ -22,7 +22,8 @@ from emergent_heads.experiments.probing import (
 )
 from emergent_heads.experiments.study import Check, Judgement, Study, select
 from emergent_heads.models.hooked import EMBEDDING
-from emergent_heads.plots import COLOURS, GREY, panel_grid, style
+from emergent_heads.plots.look import COLOURS, GREY, style
+from emergent_heads.plots.panels import panel_grid
 from emergent_heads.statistics import bootstrap_mean
 from emergent_heads.storage import atomic_path
 from emergent_heads.training.run import Run

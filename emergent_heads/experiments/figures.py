@@ -1,4 +1,4 @@
-"""Figures of the experiments, in the look of `emergent_heads.plots`."""
+"""Figures of the experiments, in the look of `emergent_heads.plots.look`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from emergent_heads.experiments.study import Judgement, restricted_steps
-from emergent_heads.plots import COLOURS, new_figure, style
+from emergent_heads.plots.figure import new_figure
+from emergent_heads.plots.look import COLOURS, style
 from emergent_heads.statistics import Interval, bootstrap_mean
 from emergent_heads.sweeps import event_times
 

@@ -18,7 +18,8 @@ from emergent_heads.experiments.comparisons import LEAST_SEEDS
 from emergent_heads.experiments.recipes import LINEAR_MAP as RECIPE
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import LINEAR_MAP, Arm, Check, Judgement, Study
-from emergent_heads.plots import GREY, new_figure, style
+from emergent_heads.plots.figure import new_figure
+from emergent_heads.plots.look import GREY, style
 from emergent_heads.statistics import Interval, bootstrap_mean
 from emergent_heads.tasks import LinearMap
 from emergent_heads.training.evaluation import LEARNED

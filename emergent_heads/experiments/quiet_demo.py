@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emergent_heads.experiments.recipes import ALGORITHMS, ROWS, checkpoint_steps
-from emergent_heads.plots import save_figure
+from emergent_heads.plots.figure import save_figure
 from emergent_heads.storage import check_writable
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from emergent_heads import plots_quiet
-from emergent_heads.plots import COLOURS, panel_grid, style
+from emergent_heads.plots import quiet as quiet_plots
+from emergent_heads.plots.look import COLOURS, style
+from emergent_heads.plots.panels import panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,7 @@ def transition_panels(curves: pd.DataFrame, *, x: str, label: str) -> "Figure":
                 axes.plot(
                     rows[x], rows["gap_left"], "-" if len(rows) > 20 else "o-", color=COLOURS[int(run) % len(COLOURS)]
                 )
-            plots_quiet.gap_axes(axes, of_task[x].tolist(), label)
+            quiet_plots.gap_axes(axes, of_task[x].tolist(), label)
             axes.set_title(task)
         _only_first(panels)
     return figure
@@ -59,8 +60,8 @@ def quiet_panels(curves: pd.DataFrame) -> "Figure":
                 }
                 if not feature:
                     look = {"color": "black", "linewidth": 2.0, "zorder": 4}
-                plots_quiet.bundle(axes, rows, label=f"{feature}: {verdict}" if feature else "task loss", **look)
-            plots_quiet.gap_axes(axes, of_task["step"].tolist(), "training step")
+                quiet_plots.bundle(axes, rows, label=f"{feature}: {verdict}" if feature else "task loss", **look)
+            quiet_plots.gap_axes(axes, of_task["step"].tolist(), "training step")
             axes.set_title(task)
             axes.legend(loc="lower left", fontsize=6, frameon=True, framealpha=0.8, edgecolor="none")
         _only_first(panels, per_row=min(3, len(tasks)))

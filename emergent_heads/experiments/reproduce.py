@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError, NoCheckpointsError, nearest
 from emergent_heads.experiments.registry import SCALES, Scale, find_experiment
-from emergent_heads.plots import picture, save_figure
+from emergent_heads.plots.figure import picture, save_figure
 from emergent_heads.results import Result
 from emergent_heads.storage import check_writable, read_table, save_table, write_json
 

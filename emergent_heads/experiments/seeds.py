@@ -10,7 +10,8 @@ from jaxtyping import Float
 from emergent_heads.experiments.comparisons import NAN
 from emergent_heads.experiments.recipes import Recipes
 from emergent_heads.experiments.study import AUTOMATA, LINEAR_MAP, Arm, Check, Judgement, Study, select
-from emergent_heads.plots import BLUE, new_figure, style
+from emergent_heads.plots.figure import new_figure
+from emergent_heads.plots.look import BLUE, style
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.statistics import Interval
 from emergent_heads.sweeps import event_times

@@ -111,9 +111,9 @@ class LatentComparison(Result):
 
     def plot(self) -> "Figure":
         """Loss as a share of the prior's at each place: the probe, the best latent, the best random latent."""
-        from emergent_heads import plots_sae
+        from emergent_heads.plots import sae as sae_plots
 
-        return plots_sae.comparison(self.table)
+        return sae_plots.comparison(self.table)
 
 
 def compare_features(

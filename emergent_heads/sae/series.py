@@ -144,9 +144,9 @@ class LatentSeries(Result):
 
     def plot(self) -> "Figure":
         """Losses over the steps as shares of the prior's, with where each readout emerges."""
-        from emergent_heads import plots_sae
+        from emergent_heads.plots import sae as sae_plots
 
-        return plots_sae.latent_series(self.table, self.emergence)
+        return sae_plots.latent_series(self.table, self.emergence)
 
 
 def _said(row: pd.Series) -> str:

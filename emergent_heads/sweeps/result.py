@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from emergent_heads import plots
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, nearest
+from emergent_heads.plots import sweeps as sweep_plots
 from emergent_heads.results import Result
 from emergent_heads.statistics import Interval, bootstrap_mean, censored_median, restricted_mean, share_interval
 from emergent_heads.sweeps.measures import AT_THE_END, EVENTS, PLATEAU_LEFT
@@ -140,7 +140,7 @@ class SweepResult(Result):
         if y in EVENTS:
             times, censored = event_times(table, y)
             table = table.assign(**{y: times, "censored": censored})
-        return plots.sweep(table, means, x=x, y=y, by=keys)
+        return sweep_plots.sweep(table, means, x=x, y=y, by=keys)
 
 
 def sweep_result(runs: Sequence[RunSpec], outcomes: Mapping[str, Outcome], path: Path) -> SweepResult:

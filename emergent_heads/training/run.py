@@ -135,9 +135,9 @@ class Run:
 
     def plot(self) -> "Figure":
         """Held-out and training loss over the steps, between the task's plateau and floor, and the share learned."""
-        from emergent_heads import plots
+        from emergent_heads.plots import training as training_plots
 
-        return plots.training_curve(
+        return training_plots.training_curve(
             self.metrics, plateau=self.manifest["plateau"], floor=self.manifest["floor"], solved_step=self.solved_step
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as _MatplotlibFigure
 
-from emergent_heads.plots import style
+from emergent_heads.plots.look import style
 
 
 class Figure(_MatplotlibFigure):

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from emergent_heads.plots import panel_grid, style, title_of
+from emergent_heads.plots.look import style, title_of
+from emergent_heads.plots.panels import panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

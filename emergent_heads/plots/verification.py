@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import GREY, VERMILION, panel_grid, step_axis, style
+from emergent_heads.plots.axes import step_axis
+from emergent_heads.plots.look import GREY, VERMILION, style
+from emergent_heads.plots.panels import panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

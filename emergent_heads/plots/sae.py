@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import BLUE, GREY, ORANGE, VERMILION, panel_grid, step_axis, style, title_of, whole_axis
+from emergent_heads.plots.axes import step_axis, whole_axis
+from emergent_heads.plots.look import BLUE, GREY, ORANGE, VERMILION, style, title_of
+from emergent_heads.plots.panels import panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Figures of transitions and of the features learned before them, in the look of `emergent_heads.plots`."""
+"""Figures of transitions and of the features learned before them, in the look of `emergent_heads.plots.look`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import (
-    BLUE,
-    COLOURS,
-    GREY,
-    ORANGE,
-    legend_height,
-    log_steps,
-    panel_grid,
-    plain,
-    step_axis,
-    style,
-)
+from emergent_heads.plots.axes import log_steps, step_axis
+from emergent_heads.plots.look import BLUE, COLOURS, GREY, ORANGE, plain, style
+from emergent_heads.plots.panels import legend_height, panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,21 +5,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    MARKERS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    columns_grid,
-    panel_grid,
-    step_axis,
-    style,
-    title_of,
-)
+from emergent_heads.plots.axes import step_axis
+from emergent_heads.plots.look import BLUE, GREEN, GREY, MARKERS, ORANGE, PURPLE, SKY, VERMILION, style, title_of
+from emergent_heads.plots.panels import columns_grid, panel_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
