@@ -645,6 +645,20 @@ def test_a_model_whose_residual_stream_cannot_be_edited(solved):
         quick(dead, TASK, probes_of_width(32), features="carry")
 
 
+def test_a_feature_after_whose_places_nothing_is_read_is_refused(solved):
+    too_early = eh.Feature("too_early", "binary", lambda tokens: tokens[:, [2]], [2])
+    row = {"feature": "too_early", "place": 0, "is_best": True, "validation_loss": 0.5, "penalty": 1.0}
+    for layer, refused in ((0, False), (1, True)):  # later blocks read position 2; after the last, no answer does
+        probe = Probe("too_early", "binary", 0, layer, np.eye(1, WIDTH), np.zeros(1))
+        probes = Probes(pd.DataFrame([{**row, "layer": layer}]), {("too_early", 0, layer): probe})
+        options = {"features": too_early, "kinds": ["random"]}
+        if refused:
+            with pytest.raises(errors.InterventionHasNoEffect, match=r"after layer 1 .* nothing that is read"):
+                quick(solved, TASK, probes, **options)
+        else:
+            assert quick(solved, TASK, probes, **options).table["loss_nats"].nunique() > 1
+
+
 # ---- statistics ----
 
 

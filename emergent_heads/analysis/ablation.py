@@ -43,7 +43,7 @@ from emergent_heads.analysis.probes import Probes, ProbeSeries
 from emergent_heads.analysis.subspaces import How, Moments, Removal, erasure, probe_removal
 from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
 from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
-from emergent_heads.errors import ArgumentError, EmergentHeadsError, whole_number
+from emergent_heads.errors import ArgumentError, EmergentHeadsError, InterventionHasNoEffect, whole_number
 from emergent_heads.models.hooked import Answers, HookedModel, hooked
 from emergent_heads.models.residual_engine import Edit, Reads, ResidualEngine, ResidualTrace
 from emergent_heads.results import Result, without_empty_marks
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 Layers = Literal["probe", "later"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 _MOST_KEPT = 2**26  # numbers of reference passes that are kept
+_ROUNDING = 1e-6  # nats by which a row's loss may differ with nothing changed
 _SOLVED = 0.05  # below this exact match the loss says more
 
 
@@ -163,7 +164,8 @@ def ablate_features(
     Raises:
         ArgumentError: an unknown choice, a feature without probes or of another task, or nothing to take out.
         ModelMismatchError: probes of a model of another shape.
-        InterventionHasNoEffect: the model's residual stream cannot be edited.
+        InterventionHasNoEffect: the model's residual stream cannot be edited, or no answer is read after the places
+            of a feature, so that nothing done there can change one.
     """
     check_choice("how", how, get_args(How))
     check_choice("layers", layers, get_args(Layers))
@@ -423,7 +425,23 @@ def _run(
         norms = [_removed_norms(of, runs, measured.test, x) for runs in of.runs]
         refits = _refits(measured, of, x, new, reference_edited[number])
         found.append(_Found([Scores.of(parts, measured.test) for parts in answers[number]], norms, refits))
-    return Scores.of(plain, measured.test), found
+    unedited = Scores.of(plain, measured.test)
+    for of, results in zip(plans, found, strict=True):
+        check_something_changes(of.feature, of.sites, results.scores, unedited, "probes")
+    return unedited, found
+
+
+def check_something_changes(
+    feature: Feature, sites: Sequence[Site], edited: Sequence[Scores], plain: Scores, readers: str
+) -> None:
+    """Raises InterventionHasNoEffect where no edit of a feature changes any answer: its places are read by nothing."""
+    if all(np.allclose(scores.loss, plain.loss, rtol=0, atol=_ROUNDING) for scores in edited):
+        layers = ", ".join(str(layer) for layer in sorted({site.layer for site in sites}))
+        raise InterventionHasNoEffect(
+            f"no edit at the places of {feature.name!r} after layer {layers} changes an answer: nothing that is read "
+            f"comes after them. Take {readers} of a layer below, or a feature at the tokens where the answer is "
+            "predicted"
+        )
 
 
 def of_rows(edit: Edit, rows: slice) -> Edit:

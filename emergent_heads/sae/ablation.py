@@ -23,6 +23,7 @@ from emergent_heads.analysis.ablation import (
     Ablation,
     Measured,
     ablate_features,
+    check_something_changes,
     compared_rows,
     probes_of,
 )
@@ -42,7 +43,6 @@ from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
 
 LatentControl = Literal["turned_latents", "matched_latents", "other_latents"]
-_ROUNDING = 1e-6  # nats by which a row's loss may differ with nothing changed
 _NEAREST = 8
 """Of how many latents, the nearest in mean square, a matched one is drawn."""
 LATENT_CONTROLS: tuple[LatentControl, ...] = get_args(LatentControl)
@@ -386,12 +386,7 @@ def _run(
         found.append(_Found([Scores.of(parts, measured.test) for parts in answers[number]], x))
     unedited = Scores.of(plain, measured.test)
     for plan, results in zip(plans, found, strict=True):
-        if all(np.allclose(scores.loss, unedited.loss, rtol=0, atol=_ROUNDING) for scores in results.scores):
-            raise InterventionHasNoEffect(
-                f"no edit at the places of {plan.feature.name!r} after layer {plan.sites[0].layer} changes an answer: "
-                "nothing that is read comes after them. Take an autoencoder of a layer below, or a feature at the "
-                "tokens where the answer is predicted"
-            )
+        check_something_changes(plan.feature, plan.sites, results.scores, unedited, "an autoencoder")
     return unedited, found
 
 
