@@ -12,8 +12,9 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, fields, replace
 from inspect import getdoc
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from emergent_heads.errors import ArgumentError, EmergentHeadsError
+from emergent_heads.errors import ArgumentError, EmergentHeadsError, KnownIssueWarning
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -897,7 +898,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _parse(arguments).run(shlex.join([PROGRAM, *arguments]))
+        with _plain_warnings():
+            _parse(arguments).run(shlex.join([PROGRAM, *arguments]))
     except EmergentHeadsError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
@@ -905,6 +907,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error}", 1)
     return 0
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """The library's own warnings as one line on stderr, without the place in the code that Python would name."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, KnownIssueWarning):
+            return as_ever(message, category, *where, **more)
+        from tqdm import tqdm
+
+        tqdm.write(f"{PROGRAM}: warning: {message}", file=sys.stderr)  # a bar may stand on the line
+
+    with warnings.catch_warnings():
+        as_ever = warnings.showwarning
+        warnings.showwarning = show
+        yield
 
 
 def _parse(arguments: list[str]) -> Command:

@@ -322,7 +322,7 @@ def test_trajectories_are_marked(hub, task):
 
 def test_probes_ablations_and_transplants_are_marked(hub, task, feature, tmp_path):
     series = hub_series()
-    options = {"n_train": 60, "n_test": 20, "layers": [1], "penalties": (1.0,), "n_untrained": 0, "progress": False}
+    options = {"n_train": 60, "n_test": 20, "layers": [0], "penalties": (1.0,), "n_untrained": 0, "progress": False}
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=(120, 7))
     prompts = eh.tasks.from_tokens(tokens, tokens[:, 0])
     with allowing():
@@ -378,12 +378,15 @@ def test_a_series_of_ones_own_has_the_column_and_never_shows_it(tmp_path, task):
 # the command line
 
 
-def test_the_command_line_passes_over_them_if_told_to(hub, tmp_path):
+def test_the_command_line_passes_over_them_if_told_to(hub, tmp_path, capsys):
     arguments = ["emergence", "--hub", REPOSITORY, "--task", "in_context_repetition", "--vocabulary", VOCABULARY]
     arguments += ["--n-prompts", 4, "--strategy", "scan"]
-    with allowing():
-        assert run(*arguments, "--out", tmp_path / "all.csv") == 0
-    with allowing():
-        assert run(*arguments, "--no-allow-known-bad", "--out", tmp_path / "sound.csv") == 0
+    warned = "emergent-heads: warning: step"
+    assert run(*arguments, "--out", tmp_path / "all.csv") == 0
+    said = capsys.readouterr().err
+    assert [line for line in said.splitlines() if "arning" in line and not line.startswith(warned)] == []
+    assert said.count(f"{warned} {BEFORE} of pythia-2.8b, wrong weights: ") == 1
+    assert run(*arguments, "--no-allow-known-bad", "--out", tmp_path / "sound.csv") == 0
+    assert f"{warned} {BEFORE}" not in capsys.readouterr().err
     assert pd.read_csv(tmp_path / "all.csv")["step"].tolist() == list(STEPS)
     assert pd.read_csv(tmp_path / "sound.csv")["step"].tolist() == [AFTER, DOUBTFUL]
