@@ -645,18 +645,31 @@ def test_a_model_whose_residual_stream_cannot_be_edited(solved):
         quick(dead, TASK, probes_of_width(32), features="carry")
 
 
+def at_position_2(layer):
+    """A feature that only later tokens could make use of, and a probe of it."""
+    feature = eh.Feature("too_early", "binary", lambda tokens: tokens[:, [2]], [2])
+    row = {"feature": "too_early", "place": 0, "layer": layer, "is_best": True, "validation_loss": 0.5, "penalty": 1.0}
+    probe = Probe("too_early", "binary", 0, layer, np.eye(1, WIDTH), np.zeros(1))
+    return feature, Probes(pd.DataFrame([row]), {("too_early", 0, layer): probe})
+
+
 def test_a_feature_after_whose_places_nothing_is_read_is_refused(solved):
-    too_early = eh.Feature("too_early", "binary", lambda tokens: tokens[:, [2]], [2])
-    row = {"feature": "too_early", "place": 0, "is_best": True, "validation_loss": 0.5, "penalty": 1.0}
-    for layer, refused in ((0, False), (1, True)):  # later blocks read position 2; after the last, no answer does
-        probe = Probe("too_early", "binary", 0, layer, np.eye(1, WIDTH), np.zeros(1))
-        probes = Probes(pd.DataFrame([{**row, "layer": layer}]), {("too_early", 0, layer): probe})
-        options = {"features": too_early, "kinds": ["random"]}
-        if refused:
-            with pytest.raises(errors.InterventionHasNoEffect, match=r"after layer 1 .* nothing that is read"):
-                quick(solved, TASK, probes, **options)
-        else:
-            assert quick(solved, TASK, probes, **options).table["loss_nats"].nunique() > 1
+    feature, below = at_position_2(0)  # the last block still reads position 2
+    read = quick(solved, TASK, below, features=feature, kinds=["random"])
+    assert read.table["loss_nats"].nunique() == 3
+    assert read.about["unread"] == []
+    feature, last = at_position_2(1)
+    with pytest.raises(errors.InterventionHasNoEffect, match=r"after layer 1 can change .* nothing that is read"):
+        quick(solved, TASK, last, features=feature)
+
+
+def test_of_several_features_those_that_nothing_reads_are_named(solved, probes):
+    feature, last = at_position_2(1)
+    both = Probes(pd.concat([probes.table, last.table], ignore_index=True), {**probes.weights, **last.weights})
+    found = quick(solved, TASK, both, features=["carry", feature], kinds=["random"])
+    assert found.about["unread"] == ["too_early"]
+    assert "no answer reads what is done to too_early" in found.headline()
+    assert found.table.groupby("feature")["loss_nats"].nunique().to_dict() == {"carry": 3, "too_early": 1}
 
 
 # ---- statistics ----

@@ -44,7 +44,7 @@ from emergent_heads.analysis.subspaces import How, Moments, Removal, erasure, pr
 from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
 from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, InterventionHasNoEffect, whole_number
-from emergent_heads.models.hooked import Answers, HookedModel, hooked
+from emergent_heads.models.hooked import Answers, HookedModel, hooked, listed
 from emergent_heads.models.residual_engine import Edit, Reads, ResidualEngine, ResidualTrace
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.tasks.features import Feature
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 Layers = Literal["probe", "later"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 _MOST_KEPT = 2**26  # numbers of reference passes that are kept
-_ROUNDING = 1e-6  # nats by which a row's loss may differ with nothing changed
 _SOLVED = 0.05  # below this exact match the loss says more
 
 
@@ -89,6 +88,8 @@ class Ablation(Result):
     def headline(self) -> str:
         about = self.about
         said = "; ".join(_said(*of_feature) for of_feature in self.table.groupby("feature", sort=False))
+        if unread := about.get("unread"):
+            said += f"; no answer reads what is done to {', '.join(unread)}"
         where = f"{about['model']}, {about['n']} rows of {about['task_name']}"
         return f"Ablation ({about['how']}) of {where}: {said}{self.caution}"
 
@@ -165,7 +166,8 @@ def ablate_features(
         ArgumentError: an unknown choice, a feature without probes or of another task, or nothing to take out.
         ModelMismatchError: probes of a model of another shape.
         InterventionHasNoEffect: the model's residual stream cannot be edited, or no answer is read after the places
-            of a feature, so that nothing done there can change one.
+            of the features, so that nothing done there can change one. Where that is so for some of several features,
+            `.about["unread"]` and the headline name them.
     """
     check_choice("how", how, get_args(How))
     check_choice("layers", layers, get_args(Layers))
@@ -177,6 +179,7 @@ def ablate_features(
     name, known, model = model_name(model), marks_of(model), hooked(model)
     chosen = choose_probed_features(task, probes, features, model)
     measured = Measured.open(model, task, probes, chosen, layers, n=n, n_reference=n_reference, seed=seed)
+    unread = unread_features(measured, "probes")
     others = _others(task, probes, features) if "other_features" in kinds else {}
     plans = []
     for feature, sites in measured.sites.items():
@@ -201,6 +204,7 @@ def ablate_features(
         "n": len(measured.test),
         "n_reference": len(measured.reference),
         "left_out_places": measured.left_out,
+        "unread": unread,
         "shortcut": measured.engine.shortcut,
         "seed": seed,
         "known_issues": known,
@@ -425,23 +429,36 @@ def _run(
         norms = [_removed_norms(of, runs, measured.test, x) for runs in of.runs]
         refits = _refits(measured, of, x, new, reference_edited[number])
         found.append(_Found([Scores.of(parts, measured.test) for parts in answers[number]], norms, refits))
-    unedited = Scores.of(plain, measured.test)
-    for of, results in zip(plans, found, strict=True):
-        check_something_changes(of.feature, of.sites, results.scores, unedited, "probes")
-    return unedited, found
+    return Scores.of(plain, measured.test), found
 
 
-def check_something_changes(
-    feature: Feature, sites: Sequence[Site], edited: Sequence[Scores], plain: Scores, readers: str
-) -> None:
-    """Raises InterventionHasNoEffect where no edit of a feature changes any answer: its places are read by nothing."""
-    if all(np.allclose(scores.loss, plain.loss, rtol=0, atol=_ROUNDING) for scores in edited):
-        layers = ", ".join(str(layer) for layer in sorted({site.layer for site in sites}))
+def unread_features(measured: "Measured", readers: str) -> list[str]:
+    """Features that stand only where no answer reads an edit, so that none can change an answer.
+
+    After the last block a position is read by its own prediction alone; below, by those of later positions too.
+
+    Args:
+        measured: the features' sites, and the examples.
+        readers: what the sites come from, for the message.
+
+    Raises:
+        InterventionHasNoEffect: so it is for all of them.
+    """
+    reads, last = measured.test.reads.positions.numpy()[:, None], measured.model.n_layers - 1
+    unread: list[str] = []
+    for feature, sites in measured.sites.items():
+        at = measured.test.values(feature).positions[:, [site.place for site in sites], None]
+        is_last = np.array([site.layer == last for site in sites])[None, :, None]
+        if not ((at >= 0) & np.where(is_last, reads == at, reads >= at)).any():
+            unread.append(feature.name)
+    if len(unread) == len(measured.sites):
+        layers = listed(sorted({site.layer for sites in measured.sites.values() for site in sites}))
         raise InterventionHasNoEffect(
-            f"no edit at the places of {feature.name!r} after layer {layers} changes an answer: nothing that is read "
-            f"comes after them. Take {readers} of a layer below, or a feature at the tokens where the answer is "
+            f"no edit at the places of {', '.join(unread)} after layer {layers} can change an answer: nothing that is "
+            f"read comes after them. Take {readers} of a layer below, or a feature at the tokens where the answer is "
             "predicted"
         )
+    return unread
 
 
 def of_rows(edit: Edit, rows: slice) -> Edit:
