@@ -916,7 +916,7 @@ def _plain_warnings() -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if not issubclass(category, KnownIssueWarning):
             return as_ever(message, category, *where, **more)
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         tqdm.write(f"{PROGRAM}: warning: {message}", file=sys.stderr)  # a bar may stand on the line
 
