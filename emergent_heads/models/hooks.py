@@ -21,11 +21,8 @@ def editing_input(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) ->
         new = edit(kwargs[name])
         return None if new is None else (args, {**kwargs, name: new})
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -36,11 +33,8 @@ def editing_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -
         new = edit(output[0] if isinstance(output, tuple) else output)
         return None if new is None else _like(output, new)
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with module.register_forward_hook(hook):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -104,12 +98,10 @@ class StandIns:
         def hook(module: nn.Module, _args: tuple, output: Any) -> None:
             self._n_outputs[module] = len(output) if isinstance(output, tuple) else 0
 
-        handles = [module.register_forward_hook(hook) for module in modules]
-        try:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(module.register_forward_hook(hook))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def passing_through(self, blocks: Sequence[nn.Module]) -> Iterator[None]:

@@ -202,15 +202,11 @@ def _first_child(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
 @contextmanager
 def _noting_runs(module: nn.Module, running: list[nn.Module]) -> Iterator[None]:
     """Puts the module at the end of `running` while it runs."""
-    handles = [
+    with (
         module.register_forward_pre_hook(lambda *_: running.append(module)),
         module.register_forward_hook(lambda *_: running.remove(module)),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
