@@ -54,7 +54,7 @@ class LocalProcesses:
         """
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="process")
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._processes = [_Process(_with_files(modules)) for _ in range(workers)]
+        self._processes = [_Process(with_files(modules)) for _ in range(workers)]
         for process in self._processes:
             self._idle.put(process)
 
@@ -238,7 +238,7 @@ def load_module(name: str, file: Path | None = None) -> ModuleType:
     return module
 
 
-def _with_files(modules: Iterable[str]) -> list[tuple[str, Path | None]]:
+def with_files(modules: Iterable[str]) -> list[tuple[str, Path | None]]:
     """Modules with the file each was loaded from; a script's own module is made anew by `multiprocessing` itself."""
     found = []
     for name in dict.fromkeys(modules):

@@ -25,6 +25,8 @@ GROUND = {
     "results",
     "plots",
     "processes",
+    "jobs",
+    "executors",
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from emergent_heads.experiments.study import Verdict
-    from emergent_heads.sweeps.running import Executor
+    from emergent_heads.jobs import Executor
 
 RUNS = "runs"
 _TABLES = ("checks", "runs", "arms")

@@ -1,6 +1,5 @@
 """What came out of a sweep."""
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,10 +36,11 @@ class Outcome:
     traceback: str = ""
 
     @classmethod
-    def failed(cls, error: BaseException) -> "Outcome":
+    def failed(cls, error: BaseException, told: str) -> "Outcome":
+        """Of an error and its traceback, which may be that of another process."""
         own = isinstance(error, EmergentHeadsError)
         said = " ".join((str(error) if own else f"{type(error).__name__}: {error}").split())
-        return cls(error=said, traceback="".join(traceback.format_exception(error)))
+        return cls(error=said, traceback=told)
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
