@@ -227,6 +227,50 @@ def restricted_mean(
     return Interval(float(value), float(low), float(high))
 
 
+def restricted_mean_difference(
+    first: "tuple[Float[np.ndarray, ' n'], Bool[np.ndarray, ' n']]",
+    second: "tuple[Float[np.ndarray, ' m'], Bool[np.ndarray, ' m']]",
+    horizon: float,
+    *,
+    seed: int,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+) -> Interval:
+    """Restricted mean of the first sample minus that of the second, with a bootstrap interval over the runs of both.
+
+    Each sample is `(times, censored)` as in `restricted_mean`, and is resampled by itself. The interval is NaN where a
+    sample has fewer than two runs, and all is NaN where one has none.
+    """
+    nan, values, resampled = float("nan"), [], []
+    for name, (times, censored) in (("first", first), ("second", second)):
+        times, censored = np.asarray(times, float), np.asarray(censored, bool)
+        n = times.size
+        if n == 0:
+            return Interval(nan, nan, nan)
+        values.append(float(_areas(times, censored, np.ones((1, n)), horizon)[0]))
+        generator = numpy_generator(seed, "restricted mean difference", name, n)
+        counts = generator.multinomial(n, np.full(n, 1 / n), size=n_resamples)
+        resampled.append(_areas(times, censored, counts, horizon) if n > 1 else np.full(n_resamples, nan))
+    low, high = np.quantile(resampled[0] - resampled[1], [(1 - level) / 2, (1 + level) / 2])
+    return Interval(values[0] - values[1], float(low), float(high))
+
+
+def log_rank_p(
+    first: "tuple[Float[np.ndarray, ' n'], Bool[np.ndarray, ' n']]",
+    second: "tuple[Float[np.ndarray, ' m'], Bool[np.ndarray, ' m']]",
+) -> float:
+    """Two-sided p-value of the log-rank test that two samples of times, `(times, censored)`, have the same law.
+
+    After Mantel (1966), as in `scipy.stats.logrank`: the test is asymptotic, and rough below some ten runs. NaN where
+    no run of either got there.
+    """
+    samples = [(np.asarray(times, float), np.asarray(censored, bool)) for times, censored in (first, second)]
+    if any(times.size == 0 for times, _ in samples) or all(censored.all() for _, censored in samples):
+        return float("nan")
+    found = stats.logrank(*(stats.CensoredData.right_censored(times, censored) for times, censored in samples))
+    return float(found.pvalue)
+
+
 def _rank_correlations(x: Float[np.ndarray, "rows n"], y: Float[np.ndarray, "rows n"]) -> Float[np.ndarray, " rows"]:
     """Spearman's correlation of each row; NaN where one side is constant."""
     ranks = [stats.rankdata(side, axis=1) for side in (x, y)]

@@ -14,7 +14,9 @@ from emergent_heads.statistics import (
     bootstrap_median,
     bootstrap_rank_correlation,
     censored_median,
+    log_rank_p,
     restricted_mean,
+    restricted_mean_difference,
     share_interval,
 )
 
@@ -293,3 +295,38 @@ def test_mean_rank_correlation_seldom_sees_an_order_where_there_is_none():
         found = bootstrap_mean_rank_correlation(groups, seed=trial, n_resamples=300)
         seen += found.low > 0 or found.high < 0
     assert seen <= 8
+
+
+def test_log_rank_of_a_published_table():
+    """Remission of leukaemia under 6-MP against placebo (Freireich et al. 1963): chi-square 16.79 in the textbooks."""
+    drug = [6, 6, 6, 7, 10, 13, 16, 22, 23, 6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35]
+    placebo = [1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23]
+    p = log_rank_p((drug, [False] * 9 + [True] * 12), (placebo, [False] * 21))
+    assert p == pytest.approx(stats.chi2.sf(16.79, df=1), rel=2e-3)
+    assert log_rank_p((placebo, [False] * 21), (placebo, [False] * 21)) == pytest.approx(1.0)
+
+
+def test_log_rank_is_unknown_where_nothing_happened():
+    never = ([10, 10], [True, True])
+    assert np.isnan(log_rank_p(never, never))
+    assert np.isnan(log_rank_p(([], []), never))
+    assert 0 < log_rank_p(([3, 4], [False, False]), never) < 0.1
+
+
+def test_difference_of_restricted_means_is_that_of_plain_means_without_censoring():
+    first, second = np.array([1.0, 2.0, 6.0]), np.array([4.0, 5.0, 9.0, 10.0])
+    none = [np.zeros(3, bool), np.zeros(4, bool)]
+    ours = restricted_mean_difference((first, none[0]), (second, none[1]), 100, seed=0, n_resamples=100_000)
+    draws = [[np.mean(draw) for draw in itertools.product(values, repeat=len(values))] for values in (first, second)]
+    differences = np.subtract.outer(*draws).ravel()
+    assert ours.value == pytest.approx(first.mean() - second.mean())
+    assert ours[1:] == pytest.approx(np.quantile(differences, [0.025, 0.975]), abs=0.05)
+
+
+def test_difference_of_restricted_means_counts_never_as_the_horizon():
+    ours = restricted_mean_difference(([5, 20], [False, True]), ([20, 20], [True, True]), 20, seed=0)
+    assert ours.value == -7.5
+    assert ours.low == -15
+    assert ours.high == 0
+    assert np.isnan(restricted_mean_difference(([], []), ([20, 20], [True, True]), 20, seed=0)).all()
+    assert np.isnan(restricted_mean_difference(([3], [False]), ([20, 20], [True, True]), 20, seed=0)[1:]).all()
