@@ -7,6 +7,7 @@ from emergent_heads.tasks.algorithmic import AlgorithmicTask
 from emergent_heads.tasks.arithmetic import Addition, MajorityOfMajorities, Multiplication
 from emergent_heads.tasks.cellular_automata import CellularAutomaton
 from emergent_heads.tasks.features import Feature, FeatureValues
+from emergent_heads.tasks.formal_languages import Dyck, ShuffleDyck
 from emergent_heads.tasks.graphs import (
     BreadthFirstSearch,
     DepthFirstSearch,
@@ -33,6 +34,7 @@ __all__ = [
     "BreadthFirstSearch",
     "CellularAutomaton",
     "DepthFirstSearch",
+    "Dyck",
     "Feature",
     "FeatureValues",
     "LinearMap",
@@ -45,6 +47,7 @@ __all__ = [
     "SequenceBatch",
     "SequenceTask",
     "ShortestPath",
+    "ShuffleDyck",
     "TopologicalSort",
     "from_table",
     "from_tokens",
