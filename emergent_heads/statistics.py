@@ -271,6 +271,16 @@ def log_rank_p(
     return float(found.pvalue)
 
 
+def holm_p(p_values: Float[np.ndarray, " test"]) -> Float[np.ndarray, " test"]:
+    """P-values corrected for their number, in the given order (Holm 1979: holds whatever the tests share)."""
+    p_values = np.asarray(p_values, np.float64)
+    order = np.argsort(p_values)
+    factors = np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.minimum(np.maximum.accumulate(factors * p_values[order]), 1.0)
+    return corrected
+
+
 def _rank_correlations(x: Float[np.ndarray, "rows n"], y: Float[np.ndarray, "rows n"]) -> Float[np.ndarray, " rows"]:
     """Spearman's correlation of each row; NaN where one side is constant."""
     ranks = [stats.rankdata(side, axis=1) for side in (x, y)]

@@ -14,6 +14,7 @@ from emergent_heads.statistics import (
     bootstrap_median,
     bootstrap_rank_correlation,
     censored_median,
+    holm_p,
     log_rank_p,
     restricted_mean,
     restricted_mean_difference,
@@ -330,3 +331,9 @@ def test_difference_of_restricted_means_counts_never_as_the_horizon():
     assert ours.high == 0
     assert np.isnan(restricted_mean_difference(([], []), ([20, 20], [True, True]), 20, seed=0)).all()
     assert np.isnan(restricted_mean_difference(([3], [False]), ([20, 20], [True, True]), 20, seed=0)[1:]).all()
+
+
+def test_holm_by_hand():
+    assert holm_p([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_p([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm_p([]).size == 0
