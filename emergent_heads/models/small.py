@@ -74,6 +74,7 @@ class SmallModelConfig:
         embedding_std: standard deviation of token and position embeddings; None for 1.0 with "pytorch" and 0.02 with
             "gpt2". On the linear map it decides how long the plateau is.
         vocabulary_size, context: of the task; `for_task` fills them in.
+        unembed_bias: whether the unembedding has a bias; None for what `biases` says.
 
     Raises:
         ArgumentError: a setting that is unknown or makes no sense.
@@ -94,6 +95,7 @@ class SmallModelConfig:
     embedding_std: float | None = None
     vocabulary_size: int | None = None
     context: int | None = None
+    unembed_bias: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "d_model", "n_heads", "d_head", "d_mlp", "vocabulary_size", "context"):
@@ -127,6 +129,11 @@ class SmallModelConfig:
         if self.d_mlp is not None:
             return self.d_mlp
         return 2 * -(-(8 * self.d_model // 3) // 2) if self.mlp == "swiglu" else 4 * self.d_model
+
+    @property
+    def unembedding_bias(self) -> bool:
+        """Whether the unembedding has a bias."""
+        return self.biases if self.unembed_bias is None else self.unembed_bias
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -198,7 +205,10 @@ class SmallModelConfig:
 
     def settings(self) -> dict[str, Any]:
         """The fields as plain values, for a manifest; `SmallModelConfig(**settings)` makes it again."""
-        return {**asdict(self), "mixer": self.mixer if isinstance(self.mixer, str) else list(self.mixer)}
+        settings = {**asdict(self), "mixer": self.mixer if isinstance(self.mixer, str) else list(self.mixer)}
+        if self.unembed_bias is None:  # runs are known by these settings, and older ones have none of that name
+            del settings["unembed_bias"]
+        return settings
 
 
 _CHOICES = {
@@ -280,7 +290,7 @@ class SmallModel(HookedRootModule):
                 self.hook_pos_embed = HookPoint()
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
             self.ln_final = Norm(config)
-            self.unembed = nn.Linear(config.d_model, config.vocabulary_size, bias=config.biases)
+            self.unembed = nn.Linear(config.d_model, config.vocabulary_size, bias=config.unembedding_bias)
         self.tokenizer = None
         self._cfg = _transformer_lens_config(config)
         self.setup()

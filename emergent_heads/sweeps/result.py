@@ -15,7 +15,7 @@ from emergent_heads.plots import sweeps as sweep_plots
 from emergent_heads.results import Result
 from emergent_heads.statistics import Interval, bootstrap_mean, censored_median, restricted_mean, share_interval
 from emergent_heads.sweeps.measures import AT_THE_END, EVENTS, PLATEAU_LEFT
-from emergent_heads.sweeps.runs import RunSpec
+from emergent_heads.sweeps.runs import EARLIER, RunSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,7 +181,9 @@ def _check_axes(varying: Sequence[str], x: str, y: str) -> None:
 
 
 def _varying(settings: pd.DataFrame) -> list[str]:
-    return [str(name) for name in settings if settings[name].map(repr).nunique() > 1]
+    # Settings of earlier runs are compared where there is one: that there is none is told by `init_from`.
+    compared = {name: settings[name].dropna() if name.startswith(EARLIER) else settings[name] for name in settings}
+    return [str(name) for name, values in compared.items() if values.map(repr).nunique() > 1]
 
 
 _TYPES: Mapping[str, Any] = {

@@ -60,9 +60,15 @@ def run_sweep(
 
 def train_run(run: RunSpec, path: Path, device: str) -> Outcome:
     """The job of one run, in whatever process; `path` is the folder of the sweep."""
+    return Outcome(measures_of(run, _trained(run, path, device, wait=False)))
+
+
+def _trained(run: RunSpec, path: Path, device: str, *, wait: bool) -> Run:
+    """The run, trained, and before it the one it starts from, which another process may be training just now."""
+    start = None if run.init_from is None else _trained(run.init_from, path, device, wait=True)
     settings = {each.name: getattr(run.training, each.name) for each in fields(run.training)}
-    trained = train(run.config, run.task, path / run.name, seed=run.seed, device=device, progress=False, **settings)
-    return Outcome(measures_of(run, trained))
+    how: dict[str, Any] = {"seed": run.seed, "init_from": start, "carry": run.carry, "device": device, "wait": wait}
+    return train(run.config, run.task, path / run.name, progress=False, **how, **settings)
 
 
 def _keep_error(path: Path, outcome: Outcome) -> None:
@@ -75,8 +81,9 @@ def _keep_error(path: Path, outcome: Outcome) -> None:
 
 def _modules(runs: Sequence[RunSpec]) -> list[str]:
     """Modules that define the tasks and mixers of the runs: importing them registers the mixers in a new process."""
-    classes: set[type] = {type(run.task) for run in runs}
-    classes |= {mixer_class(name) for run in runs for name in run.config.mixers}
+    all_runs = [one for run in runs for one in run.chain]
+    classes: set[type] = {type(run.task) for run in all_runs}
+    classes |= {mixer_class(name) for run in all_runs for name in run.config.mixers}
     return sorted({each.__module__ for each in classes})
 
 

@@ -16,9 +16,12 @@ from emergent_heads.models.mixers import mixer_class, mixer_options
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.storage import digest
 from emergent_heads.tasks.task import SequenceTask
+from emergent_heads.training.initial_weights import Carry, check_carry, check_fit
 from emergent_heads.training.settings import TrainingSettings
 
 _LONGEST_NAME = 120
+EARLIER = "init_from_"
+"""Begins the columns of the run that a run starts from."""
 _LISTS = ("betas", "checkpoints")  # settings that are lists of numbers themselves
 
 
@@ -32,21 +35,32 @@ class RunSpec:
         training: how.
         seed: of weights and sequences. What the task itself draws, such as the matrix of a linear map, has the task's
             own seed.
+        init_from: an earlier run whose last weights this one starts from; None where all are drawn. A sweep trains it
+            first, once for all runs that start from it, and gives it no row of its own unless it is named as a run.
+        carry: "all" weights, or "all but embeddings"; see `emergent_heads.train`.
 
     Raises:
-        ArgumentError: model, task and training do not go together.
+        ArgumentError: model, task and training do not go together. ModelMismatchError: the weights of `init_from`
+            would not fit the model.
     """
 
     config: SmallModelConfig
     task: SequenceTask
     training: TrainingSettings
     seed: int = 0
+    init_from: "RunSpec | None" = None
+    carry: Carry = "all"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_task(self.task))
         if self.training.bias is not None:
             self.config.check_attention(self.training.bias.layers, self.training.bias.heads)
             self.task.pattern()  # there must be one
+        check_carry(self.carry)
+        if self.init_from is not None:
+            check_fit(self.init_from.config, self.config, self.carry)
+        elif self.carry != "all":
+            raise ArgumentError(f"carry={self.carry!r} goes with init_from, the run to carry weights from")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -56,7 +70,13 @@ class RunSpec:
             "task": self.task.settings(),
             "training": self.training.settings(),
             "seed": self.seed,
+            **({"init_from": self.init_from.name, "carry": self.carry} if self.init_from is not None else {}),
         }
+
+    @property
+    def chain(self) -> "list[RunSpec]":
+        """This run, the one it starts from, the one that starts from, and so on."""
+        return [self, *(self.init_from.chain if self.init_from is not None else [])]
 
     @cached_property
     def name(self) -> str:
@@ -74,6 +94,8 @@ class RunSpec:
         mixer = config.mixer if isinstance(config.mixer, str) else "+".join(config.mixer)
         model = f"{mixer}-{config.n_layers}x{config.d_model}x{config.n_heads}"
         parts = [self.task.name, *told, model, *([f"bias={bias.strength:g}"] if bias else []), f"seed={self.seed}"]
+        if self.init_from is not None:
+            parts.append(f"from={self.init_from.task.name}")
         readable = "".join(sign if sign.isalnum() or sign in "-=+." else "_" for sign in "-".join(parts))
         key = digest(json.dumps(self.settings, sort_keys=True, default=str))
         return f"{readable[:_LONGEST_NAME]}-{key[:10]}"
@@ -83,16 +105,24 @@ class RunSpec:
         """All settings under the names of a table's columns, as numbers and words.
 
         Sizes that the configuration leaves to be worked out are given; no attention bias is one of strength 0.
+        `init_from` is the task of the run that this one starts from, or "none"; `init_from_...` are that run's
+        settings but the seeds.
         """
         task = {("task_seed" if key == "seed" else key): value for key, value in self.task.settings().items()}
         config = {**self.config.settings(), "d_head": self.config.head_size, "d_mlp": self.config.mlp_size}
+        config["unembed_bias"] = self.config.unembedding_bias
         training = self.training.settings()
         bias = training.pop("attention_bias") or AttentionBias(0.0).settings()
         bias = {f"attention_bias_{key}".removesuffix("_strength"): value for key, value in bias.items()}
         both = {"vocabulary_size", "context"}  # they are the task's
         flat = {**task, **{key: value for key, value in config.items() if key not in both}, **training, **bias}
         options = flat.pop("mixer_options")
-        return {key: _plain(value) for key, value in {**flat, **options, "seed": self.seed}.items()}
+        own = {key: _plain(value) for key, value in {**flat, **options, "seed": self.seed}.items()}
+        if self.init_from is None:
+            return {**own, "init_from": "none", "carry": "none"}
+        seeds = ("seed", "task_seed")
+        earlier = {EARLIER + key: value for key, value in self.init_from.columns.items() if key not in seeds}
+        return {**own, **earlier, "init_from": self.init_from.task.name, "carry": self.carry}
 
     def __repr__(self) -> str:
         return f"RunSpec({self.name})"

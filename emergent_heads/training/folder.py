@@ -38,6 +38,8 @@ RunStatus = Literal["unfinished", "finished", "solved", "diverged"]
 METRICS = "metrics.parquet"
 POSITIONS = "positions.parquet"
 RESUME = "resume.safetensors"
+INITIAL = "initial.safetensors"
+"""Holds the weights carried over from an earlier run, until the run is done: it then needs that one no more."""
 _LOCK = ".lock"
 _METRICS_COLUMNS = (
     "step",
@@ -156,7 +158,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        wanted: what the run to be is made of: `config`, `task`, `seed` and `training`, as plain values.
+        wanted: what the run to be is made of: `config`, `task`, `seed` and `training`, as plain values, and
+            `init_from` where it starts from the weights of an earlier run.
     """
 
     path: Path
@@ -178,7 +181,7 @@ class RunFolder:
             raise RunFolderError(f"{self.path} exists and is no run folder; name another folder") from error
         if not is_small_run(manifest):
             raise RunFolderError(f"{self.path} holds a run that was not trained by this library; name another folder")
-        wanted = as_read_back(self.wanted)
+        wanted = {"init_from": None, **as_read_back(self.wanted)}
         there = {name: manifest.get(name) for name in wanted}
         if different := differences(there, wanted):
             listed = "; ".join(different[:8]) + (f"; and {len(different) - 8} more" if len(different) > 8 else "")
@@ -189,8 +192,11 @@ class RunFolder:
         return manifest["status"]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *, wait: bool = False) -> Iterator[None]:
         """Keeps other processes from training into the folder; a killed one holds it no longer.
+
+        Args:
+            wait: for another process to let go of it; otherwise it is refused.
 
         Raises:
             RunFolderError: another process is training there. OutputError: the folder cannot be written.
@@ -198,7 +204,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / _LOCK)
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=-1 if wait else 0)
         except Timeout as error:
             raise RunFolderError(
                 f"another process is training into {self.path}; wait until it is done, or name another folder"
@@ -212,8 +218,12 @@ class RunFolder:
         finally:
             lock.release()
 
-    def begin(self, about: Mapping[str, Any], pattern: Tensor | None) -> None:
+    def begin(
+        self, about: Mapping[str, Any], pattern: Tensor | None, carried: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Writes what is known before the first step; the manifest last, which makes the folder a run."""
+        if carried is not None:
+            _write_tensors(self.path / INITIAL, carried)
         if pattern is not None:
             _write_tensors(self.path / ATTENTION_BIAS, {"pattern": pattern})
         self._write_manifest("unfinished", about, History())
@@ -257,10 +267,11 @@ class RunFolder:
         return ResumePoint(groups["weights"], groups["moments"], history)
 
     def finish(self, status: RunStatus, about: Mapping[str, Any], history: History, is_answer: np.ndarray) -> None:
-        """Writes the tables, then the manifest, which makes the run finished, and drops the optimizer's state."""
+        """Writes the tables, then the manifest, which makes the run finished, and drops what only a resume needs."""
         self._write_tables(history, is_answer)
         self._write_manifest(status, about, history)
-        (self.path / RESUME).unlink(missing_ok=True)
+        for needless in (RESUME, INITIAL):
+            (self.path / needless).unlink(missing_ok=True)
 
     def _write_tables(self, history: History, is_answer: np.ndarray) -> None:
         for name, table in ((METRICS, history.metrics()), (POSITIONS, history.positions(is_answer))):

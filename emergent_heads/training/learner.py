@@ -1,7 +1,8 @@
 """One optimiser step of a small model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from emergent_heads.errors import ArgumentError
 from emergent_heads.models.small import SmallModel, SmallModelConfig
 from emergent_heads.tasks.task import SequenceBatch, SequenceTask
 from emergent_heads.training.evaluation import autocast, next_token_losses
+from emergent_heads.training.initial_weights import Carry, InitialWeights, Start, check_carry
 from emergent_heads.training.settings import TrainingSettings
 
 
@@ -25,6 +27,7 @@ class Plan:
         settings: how.
         device: where.
         pattern: the task's ground-truth pattern on the device, where the settings ask for an attention bias.
+        initial: the weights that are carried over from an earlier run; None where all are drawn.
     """
 
     config: SmallModelConfig
@@ -32,6 +35,7 @@ class Plan:
     settings: TrainingSettings
     device: torch.device
     pattern: Bool[Tensor, "dest src"] | None
+    initial: InitialWeights | None = None
 
     @classmethod
     def of(
@@ -49,6 +53,19 @@ class Plan:
             pattern = task.pattern().to(device)
         return cls(config, task, settings, device, pattern)
 
+    def starting_from(self, start: Start | None, carry: Carry, folder: Path) -> "Plan":
+        """This plan for the run in `folder`, with the weights of an earlier run where `start` names one.
+
+        Raises:
+            As `InitialWeights.of`; ArgumentError also where something is to be carried from nowhere.
+        """
+        check_carry(carry)
+        if start is not None:
+            return replace(self, initial=InitialWeights.of(start, carry, self.config, folder))
+        if carry != "all":
+            raise ArgumentError(f"carry={carry!r} goes with init_from, the run to carry weights from")
+        return self
+
     @property
     def batch_size(self) -> int:
         """Sequences in a batch."""
@@ -56,11 +73,13 @@ class Plan:
 
     def identity(self, seed: int) -> dict[str, Any]:
         """What makes two runs the same run, as plain values for a manifest."""
+        start = {"init_from": self.initial.settings()} if self.initial is not None else {}
         return {
             "config": self.config.settings(),
             "task": self.task.settings(),
             "seed": seed,
             "training": self.settings.settings(),
+            **start,
         }
 
     def about(self) -> dict[str, Any]:
@@ -75,6 +94,8 @@ class Plan:
     def new_model(self, seed: int) -> SmallModel:
         """The model of a seed before its first step."""
         model = SmallModel(self.config, seed).to(self.device)
+        if self.initial is not None:
+            self.initial.put_on(model)
         self.put_bias(model, 0)
         return model
 

@@ -13,6 +13,7 @@ from emergent_heads.errors import OutputError, whole_number
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.folder import RunFolder
+from emergent_heads.training.initial_weights import Carry, Start
 from emergent_heads.training.learner import Plan
 from emergent_heads.training.reporting import OnStep, Reporter
 from emergent_heads.training.run import Run
@@ -29,11 +30,14 @@ def train(
     *,
     steps: int,
     seed: int = 0,
+    init_from: "Start | None" = None,
+    carry: Carry = "all",
     device: "str | torch.device" = "cpu",
     on_step: "OnStep | Iterable[OnStep]" = (),
     wandb: Any = None,
     progress: bool = True,
     save_every_seconds: float = SAVE_EVERY_SECONDS,
+    wait: bool = False,
     **settings: Any,
 ) -> Run:
     """Trains a small model on a task into a run folder.
@@ -48,6 +52,13 @@ def train(
         path: folder of the run.
         steps: optimiser steps.
         seed: of the initial weights and of the data.
+        init_from: an earlier run (or its folder), whose last weights this one starts from, or one of its checkpoints,
+            `run.series[step]`. The optimizer starts fresh, and an attention bias of that run is not carried. Data are
+            those of this run's seed: give another than the earlier run's to train on other sequences of the same task.
+            Once begun, a run does not need the earlier one any more.
+        carry: "all" weights, or "all but embeddings", which draws token embedding and unembedding (matrix and bias)
+            from `seed`, for another vocabulary (arXiv 2603.10055). Learned positions are carried; the context must
+            then be the same.
         device: where to train. Data are drawn there, so a GPU sees other sequences than the CPU.
         on_step: called after every step as `on_step(step, model, loss)`, `step` being the steps done and `loss` the
             training loss before the update, a tensor, so that nobody waits for a GPU unasked. Several may be given. A
@@ -55,6 +66,7 @@ def train(
         wandb: a project's name, or a run of wandb, to which each row of the metrics is logged as well.
         progress: whether to show a progress bar, with the loss and the time left.
         save_every_seconds: how much work a kill may cost.
+        wait: where another process trains into the folder, wait for its end in place of refusing.
         **settings: fields of `TrainingSettings`, which has their defaults: `learning_rate`, `betas`, `weight_decay`,
             `warmup_steps`, `schedule`, `clip`, `tokens_per_batch`, `checkpoints`, `evaluate_every`, `n_held_out`,
             `attention_bias`, `stop_when_solved`, `solved_at`, `dtype`.
@@ -65,16 +77,19 @@ def train(
 
     Raises:
         ArgumentError: a setting that is unknown or makes no sense, or a task that does not fit the model.
+        ModelMismatchError: the weights of `init_from` do not fit the model. CheckpointError, NoCheckpointsError: they
+            cannot be read.
         RunFolderError: the folder holds something else, a run made by other settings or by another version, or another
             process is training there.
         OutputError: the folder cannot be written, or the disk is full. What was written before is kept.
     """
     seed = whole_number("seed", seed, least=0)
     plan = Plan.of(config, task, TrainingSettings(steps=steps, **settings), device)
+    plan = plan.starting_from(init_from, carry, Path(path))
     folder = RunFolder(Path(path), plan.identity(seed))
     if folder.status() not in (None, "unfinished"):
         return Run.open(folder.path)
-    with folder.locked():
+    with folder.locked(wait=wait):
         if folder.status() not in (None, "unfinished"):  # another process has finished it meanwhile
             return Run.open(folder.path)
         track = Track.start_or_resume(plan, folder, seed)

@@ -31,7 +31,8 @@ class Run:
     Attributes:
         path: the folder.
         manifest: what the run is made of and how it ended, as plain values: `config`, `task`, `seed`, `training`,
-            `status`, `steps_done`, `solved_step`, `diverged_step`, `plateau`, `floor`, `device`, `versions`.
+            `init_from` (of a run that started from another), `status`, `steps_done`, `solved_step`, `diverged_step`,
+            `plateau`, `floor`, `device`, `versions`.
     """
 
     path: Path
@@ -95,6 +96,11 @@ class Run:
         return self.manifest["seed"]
 
     @property
+    def init_from(self) -> dict[str, Any] | None:
+        """The run whose weights this one started from: `run`, `step`, what was `carry`-ed, and its `digest`."""
+        return self.manifest.get("init_from")
+
+    @property
     def status(self) -> RunStatus:
         """How it ended: "finished" (all steps done), "solved" (stopped for that) or "diverged"; or "unfinished"."""
         return self.manifest["status"]
@@ -144,9 +150,10 @@ class Run:
     def __repr__(self) -> str:
         model = SmallModelConfig(**self.manifest["config"])
         mixers = model.mixer if isinstance(model.mixer, str) else "/".join(model.mixer)
+        start = f"from {self._start}, " if self._start else ""
         text = (
             f"Run({self.name}: {self.task_settings['task']}, {mixers}, n_layers={model.n_layers}, "
-            f"d_model={model.d_model}, seed {self.seed}, {self._ended()}"
+            f"d_model={model.d_model}, seed {self.seed}, {start}{self._ended()}"
         )
         if len(self.metrics):
             last = self.metrics.iloc[-1]
@@ -160,12 +167,19 @@ class Run:
             "task": f"{self.task_settings['task']}({task})",
             "model": ", ".join(f"{name}={value}" for name, value in model.items()),
             "seed": self.seed,
+            "starts from": self._start,
             "status": self._ended(),
             "plateau, floor": f"{self.manifest['plateau']:.4f}, {self.manifest['floor']:.4f} nats",
             "path": self.path,
         }
         last = self.metrics.iloc[-1:].drop(columns=["seconds", "attention_bias"], errors="ignore")
         return notebook.page(notebook.card(f"Run {self.name}", fields), notebook.rows(last))
+
+    @property
+    def _start(self) -> str | None:
+        if (start := self.init_from) is None:
+            return None
+        return f"{start['run']} step {start['step']} ({start['carry']})"
 
     def _ended(self) -> str:
         if self.status == "diverged":

@@ -14,6 +14,7 @@ from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.evaluation import autocast
 from emergent_heads.training.folder import RunFolder
+from emergent_heads.training.initial_weights import Carry, Start
 from emergent_heads.training.learner import Learner, Plan, training_loss
 from emergent_heads.training.loop import SAVE_EVERY_SECONDS, train_together
 from emergent_heads.training.reporting import Reporter
@@ -33,6 +34,8 @@ def train_seeds(
     *,
     seeds: Iterable[int],
     steps: int,
+    init_from: "Start | Sequence[Start] | None" = None,
+    carry: Carry = "all",
     device: "str | torch.device" = "cpu",
     wandb: Any = None,
     progress: bool = True,
@@ -50,25 +53,32 @@ def train_seeds(
     Seconds in the metrics are those of all seeds together.
 
     Args:
-        config, task, steps, device, wandb, progress, save_every_seconds: as in `train`.
+        config, task, steps, carry, device, wandb, progress, save_every_seconds: as in `train`.
         path: folder of the folders.
         seeds: one run each.
+        init_from: as in `train`: one start for all seeds, or a list of one for each.
         **settings: fields of `TrainingSettings`.
 
     Returns:
         The runs, in the order of `seeds`.
 
     Raises:
-        ArgumentError, RunFolderError, OutputError: as `train`.
+        ArgumentError, ModelMismatchError, NoCheckpointsError, CheckpointError, RunFolderError, OutputError: as
+            `train`; ArgumentError also where `init_from` is a list of another length.
     """
-    plan = Plan.of(config, task, TrainingSettings(steps=steps, **settings), device)
-    folders = [RunFolder(Path(path) / f"seed_{seed}", plan.identity(seed)) for seed in _checked(seeds)]
+    plan, seeds = Plan.of(config, task, TrainingSettings(steps=steps, **settings), device), _checked(seeds)
+    plans: dict[Path, Plan] = {}
+    folders: list[RunFolder] = []
+    for seed, start in zip(seeds, _starts(init_from, len(seeds)), strict=True):
+        path_of_seed = Path(path) / f"seed_{seed}"
+        plans[path_of_seed] = plan.starting_from(start, carry, path_of_seed)
+        folders.append(RunFolder(path_of_seed, plans[path_of_seed].identity(seed)))
     unfinished = [folder for folder in folders if folder.status() in (None, "unfinished")]
     with ExitStack() as stack:
         for folder in unfinished:
             stack.enter_context(folder.locked())
         tracks = [
-            Track.start_or_resume(plan, folder, folder.wanted["seed"])
+            Track.start_or_resume(plans[folder.path], folder, folder.wanted["seed"])
             for folder in unfinished
             if folder.status() in (None, "unfinished")  # another process may have finished it meanwhile
         ]
@@ -125,6 +135,14 @@ class StackedLearner:
         if self._plan.settings.bias is not None:
             self._stacked.share_bias()
         return losses.detach()
+
+
+def _starts(given: "Start | Sequence[Start] | None", n_seeds: int) -> "list[Start | None]":
+    if not isinstance(given, (list, tuple)):
+        return [given] * n_seeds  # pyright: ignore[reportReturnType] - a string is no list of starts
+    if len(given) != n_seeds:
+        raise ArgumentError(f"init_from has {len(given)} runs for {n_seeds} seeds; give one for all, or one for each")
+    return list(given)
 
 
 def _checked(seeds: Iterable[int]) -> list[int]:

@@ -52,7 +52,7 @@ class Track:
         folder.clear_leftovers()
         point = folder.resume_point() if folder.status() == "unfinished" else None
         if point is None:
-            folder.begin(plan.about(), plan.pattern)
+            folder.begin(plan.about(), plan.pattern, plan.initial.weights if plan.initial is not None else None)
             return cls(plan, folder, seed, held_out, model, {}, History())
         model.load_state_dict(point.weights)
         return cls(plan, folder, seed, held_out, model, point.moments, point.history)
