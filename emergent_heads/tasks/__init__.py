@@ -24,8 +24,11 @@ from emergent_heads.tasks.language import (
     string_repetition,
 )
 from emergent_heads.tasks.linear_map import LinearMap
+from emergent_heads.tasks.mixture import Mixture
 from emergent_heads.tasks.sequences import ActivitySelection, MaximumSubarray
+from emergent_heads.tasks.settings import from_settings
 from emergent_heads.tasks.task import PromptBatch, PromptTask, SequenceBatch, SequenceTask
+from emergent_heads.tasks.text import RepeatedText, ShuffledTokens, TextCorpus, repeated_text
 
 __all__ = [
     "ActivitySelection",
@@ -41,18 +44,24 @@ __all__ = [
     "MajorityOfMajorities",
     "MaximumSubarray",
     "MinimumSpanningTree",
+    "Mixture",
     "Multiplication",
     "PromptBatch",
     "PromptTask",
+    "RepeatedText",
     "SequenceBatch",
     "SequenceTask",
     "ShortestPath",
     "ShuffleDyck",
+    "ShuffledTokens",
+    "TextCorpus",
     "TopologicalSort",
+    "from_settings",
     "from_table",
     "from_tokens",
     "in_context_repetition",
     "indirect_object",
     "pattern_completion",
+    "repeated_text",
     "string_repetition",
 ]

@@ -172,12 +172,51 @@ class SequenceTask(ABC):
         """
         raise ArgumentError(f"{self.name} has no single right attention pattern")
 
+    @property
+    def tokenizer(self) -> Any | None:
+        """The transformers tokenizer that gives the token ids, for tasks on text; None for all others."""
+        return None
+
+    @property
+    def encoding(self) -> str | None:
+        """Key of what the token ids stand for: tasks with the same one have the same tokenizer. None without one."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """The name and what is told in few words of the settings, for names of folders.
+
+        Those that are not the default ones, if they are numbers or words, and the names of tasks within the task.
+        """
+        told: list[str] = []
+        for each in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, each.name)
+            if isinstance(value, SequenceTask) or _are_tasks(value):
+                told.append("+".join(task.name for task in ([value] if isinstance(value, SequenceTask) else value)))
+            elif each.init and each.repr and isinstance(value, (int, float, str)) and value != each.default:
+                told.append(f"{'task_seed' if each.name == 'seed' else each.name}={value}")
+        return "-".join([self.name, *told])
+
     def settings(self) -> dict[str, Any]:
-        """Name and fields, as plain values for a manifest; two tasks with equal settings are the same task."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
+        """Name and fields, as plain values for a manifest; two tasks with equal settings are the same task.
+
+        `emergent_heads.tasks.from_settings` makes a task of the library again.
+        """
+        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self) if each.init}  # pyright: ignore[reportArgumentType]
         return {"task": self.name, **values}
 
     def _repr_html_(self) -> str:
         settings = {name: value for name, value in self.settings().items() if name != "task"}
         sizes = {"vocabulary_size": self.vocabulary_size, "length": self.length}
         return notebook.page(notebook.card(self.name, {**settings, **sizes}))
+
+
+def _plain(value: Any) -> Any:
+    """A field's value for a manifest: a task by its settings."""
+    if isinstance(value, SequenceTask):
+        return value.settings()
+    return [each.settings() for each in value] if _are_tasks(value) else value
+
+
+def _are_tasks(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(each, SequenceTask) for each in value)
