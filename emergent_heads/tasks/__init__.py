@@ -25,6 +25,7 @@ from emergent_heads.tasks.language import (
 )
 from emergent_heads.tasks.linear_map import LinearMap
 from emergent_heads.tasks.mixture import Mixture
+from emergent_heads.tasks.neural_cellular_automata import NeuralCellularAutomata
 from emergent_heads.tasks.sequences import ActivitySelection, MaximumSubarray
 from emergent_heads.tasks.settings import from_settings
 from emergent_heads.tasks.task import PromptBatch, PromptTask, SequenceBatch, SequenceTask
@@ -46,6 +47,7 @@ __all__ = [
     "MinimumSpanningTree",
     "Mixture",
     "Multiplication",
+    "NeuralCellularAutomata",
     "PromptBatch",
     "PromptTask",
     "RepeatedText",

@@ -299,8 +299,8 @@ class ShuffleDyck(BracketTask):
         states = _number_of_states(self.max_depth, self.brackets)
         if states > MOST_STATES:
             raise ArgumentError(
-                f"{self.brackets} types of brackets up to a depth of {self.max_depth} can be open in {states} ways, more "
-                f"than the {MOST_STATES} of the exact floor; choose a smaller max_depth"
+                f"{self.brackets} types of brackets up to a depth of {self.max_depth} can be open in {states} ways, "
+                f"more than the {MOST_STATES} of the exact floor; choose a smaller max_depth"
             )
 
     def _nats_of_closings(self) -> float:
@@ -323,8 +323,8 @@ class ShuffleDyck(BracketTask):
 def _close(opens: list[bool], kinds: list[int], draws: list[float], brackets: int) -> tuple[list[int], list[int]]:
     """One row's types, each closing one drawn among the open types; and how many there were to draw from.
 
-    Plain Python: which types are open depends on every draw before, and for up to some hundred rows a loop over numbers
-    is faster than one over arrays of a position's rows.
+    Plain Python: which types are open depends on every draw before, and for up to some hundred rows a loop over
+    numbers is faster than one over arrays of a position's rows.
     """
     number = [0] * brackets  # of open brackets of each type
     present: list[int] = []  # types of which there are some
