@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from emergent_heads.errors import ArgumentError, EmergentHeadsError, KnownIssueWarning
+from emergent_heads.errors import ArgumentError, EmergentHeadsError, KnownIssueWarning, WaitingWarning
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -914,7 +914,7 @@ def _plain_warnings() -> Iterator[None]:
     """The library's own warnings as one line on stderr, without the place in the code that Python would name."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not issubclass(category, KnownIssueWarning):
+        if not issubclass(category, KnownIssueWarning | WaitingWarning):
             return as_ever(message, category, *where, **more)
         from tqdm.auto import tqdm
 

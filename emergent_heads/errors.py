@@ -48,6 +48,10 @@ class KnownIssueWarning(UserWarning):
     """Published weights in use are known to be wrong; said once per series and issue."""
 
 
+class WaitingWarning(UserWarning):
+    """A process has waited long for others: for room on the disk, or for a checkpoint that they fetch."""
+
+
 class UnsafeWeightsError(CheckpointError):
     """Reading the weights would run code stored in the file."""
 

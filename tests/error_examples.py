@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import emergent_heads as eh
+from emergent_heads.checkpoints.store import Store
 
 
 class _RunsCode:
@@ -55,6 +57,19 @@ def _known_issue() -> None:
         eh.suite("pythia-12b").check_known_issues(50_000)
 
 
+def _full() -> None:
+    store = Store(Path("cache/checkpoints"), Path("cache/checkpoint_leases"))
+    with (
+        warnings.catch_warnings(),
+        patch("emergent_heads.checkpoints.store._this_process", lambda: "node7 process 4242"),
+        store.lease("models--me--tiny", "step0", evict=True) as theirs,
+        store.lease("models--me--tiny", "step1", evict=True) as ours,
+    ):
+        warnings.simplefilter("error")
+        theirs.reserve(900_000_000, None)
+        ours.reserve(800_000_000, 1.0)
+
+
 def _two_tokens() -> None:
     tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -93,6 +108,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "CheckpointError": _damaged,
     "KnownBadCheckpointError": lambda: eh.suite("pythia-2.8b", allow_known_bad=False)[3000].load(),
     "KnownIssueWarning": _known_issue,
+    "WaitingWarning": _full,
     "UnsafeWeightsError": _pickled,
     "RemoteCodeError": _own_code,
     "HubError": lambda: eh.CheckpointSeries.from_hub("EleutherAI/pythia-14m").steps,

@@ -1,6 +1,8 @@
 """Series on the local disk: a folder that holds one folder per checkpoint. The hub is never asked."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,12 +57,14 @@ class DirectorySource:
         """The folder with config, weights and, where there is one, tokenizer."""
         return self._folders[step]
 
-    def release(self, step: int) -> None:
-        """Nothing to do: the folder is the user's."""
+    @contextmanager
+    def fetched(self, step: int) -> Iterator[Path]:
+        """The same folder: it is the user's, and stays."""
+        yield self._folders[step]
 
-    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
+    def tokenizer_folders(self, folder: Path) -> tuple[Path, ...]:
         """Where to look for a tokenizer; Trainer leaves it beside the step folders when it knows only one."""
-        return self._folders[step], self.path
+        return folder, self.path
 
     def identity(self, step: int) -> str | None:
         """Path, sizes and times of config and weights: changes when a file is written again."""

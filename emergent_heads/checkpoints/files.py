@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emergent_heads.checkpoints.hub import MAIN, CachePolicy, HubRepository, HubSource, in_hub_cache, offline
+from emergent_heads.checkpoints.hub import MAIN, CachePolicy, HubRepository, HubSource, Needs, in_hub_cache, offline
 from emergent_heads.checkpoints.naming import Named, check_pattern, named_steps
 from emergent_heads.errors import ArgumentError, CheckpointError, NoCheckpointsError
 
@@ -153,7 +153,7 @@ class FileSource(HubRepository):
             return self._sizes(MAIN, commit, self._folder or None)
         snapshot = self._snapshot(commit)
         here = [path.relative_to(snapshot).as_posix() for path in (snapshot / self._folder).glob(f"*{SUFFIX}")]
-        return dict.fromkeys([*here, *filter(None, self._own_markers())], 0)
+        return dict.fromkeys([*here, *self._own_copies()], 0)
 
     @cached_property
     def _hashes_of_all(self) -> dict[str, str]:
@@ -164,28 +164,15 @@ class FileSource(HubRepository):
     @contextmanager
     def fetched(self, step: int) -> Iterator[Path]:
         """The file of a step while it is read."""
-        try:
-            yield self._path(step)
-        finally:
-            self._evict(self._key(step))
-
-    def _key(self, step: int) -> str:
-        return f"{self._commit(MAIN)}-{step}"
-
-    def _path(self, step: int) -> Path:
-        name, key = self._files[step].name, self._key(step)
-        if (kept := self._snapshot(self._commit(MAIN)) / name).is_file():
-            return kept
-        if own := self._own_copy(key):
-            return own / name
-        if offline():
-            raise self._not_here(self.where(step))
-        place = self._place_for(key)
-        if self.disk_budget_gb is not None:
-            self._make_room(self._bytes[name], keep=self._own_folder(key))
-        path = self._download(name, MAIN, self._commit(MAIN), place)
-        self._mark_whole(place, name)
-        return path
+        name, commit = self._files[step].name, self._commit(MAIN)
+        if (kept := self._snapshot(commit) / name).is_file():
+            yield kept
+            return
+        needs = Needs(MAIN, commit, {name: self._bytes[name]})
+        with self._in_store(f"{commit}-{step}", name, self.where(step), lambda: needs) as own:
+            if own is None and offline():
+                raise self._not_here(self.where(step))
+            yield own / name if own else self._download(name, MAIN, commit, in_hub_cache())
 
 
 def hub_source(

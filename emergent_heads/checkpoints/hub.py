@@ -3,19 +3,20 @@
 What asks the hub and keeps what it gives is `HubRepository`, which other sources on the hub share.
 
 Nothing is asked of the hub until a step is used. `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_HUB_OFFLINE` are read at every
-use, so they may be set late. Checkpoints that are to be evicted are fetched into a folder of the library's own, never
-into the hub's cache: what the user had there before is never touched. Only folders with our marker are ever deleted.
+use, so they may be set late. Checkpoints that are to be evicted are fetched into a store of the library's own
+(`checkpoints.store`), never into the hub's cache: what the user had there before is never touched.
 """
 
 import errno
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 from emergent_heads.checkpoints.naming import (
@@ -26,13 +27,13 @@ from emergent_heads.checkpoints.naming import (
     tells_the_name,
     tells_tokens,
 )
-from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError, OutputError
+from emergent_heads.checkpoints.store import Lease, Store
+from emergent_heads.errors import ArgumentError, CheckpointError, HubError, NoCheckpointsError
 from emergent_heads.storage import cache_folder
 
 CachePolicy = Literal["keep", "evict"]
 RETRY_WAITS_S = (1.0, 4.0)
 MAIN = "main"
-_MARKER = ".fetched_by_emergent_heads"  # empty while fetching, then the name of the revision; its time is the last use
 _T = TypeVar("_T")
 
 
@@ -43,8 +44,8 @@ class HubRepository:
     Attributes:
         repository: "owner/name".
         cache: "keep" leaves checkpoints in the hub's cache; "evict" deletes each after use.
-        disk_budget_gb: most disk (10^9 bytes) that checkpoints fetched under a budget may take, over all series and
-            sessions; the least recently used go first.
+        disk_budget_gb: most disk (10^9 bytes) that checkpoints fetched under a budget may take, over all series,
+            sessions and processes; the least recently used go first, those in use never.
     """
 
     repository: str
@@ -119,30 +120,57 @@ class HubRepository:
         """The folder of a commit in the hub's cache."""
         return _hub_cache() / _cache_name(self.repository) / "snapshots" / commit
 
-    def _own_store(self) -> Path:
-        return _all_own_stores() / _cache_name(self.repository)
+    @property
+    def _store(self) -> Store:
+        return Store(cache_folder() / "checkpoints", cache_folder() / "checkpoint_leases")
+
+    @property
+    def _fetches_into_store(self) -> bool:
+        return self.cache == "evict" or self.disk_budget_gb is not None
 
     def _own_folder(self, key: str) -> Path:
         """The folder of one checkpoint in our own store."""
-        return self._own_store() / key
+        return self._store.folder(_cache_name(self.repository), key)
 
-    def _own_markers(self) -> dict[str, Path]:
+    def _own_copies(self) -> dict[str, Path]:
         """What the checkpoints in our own store are called -> folder."""
-        return {marker.read_text(): marker.parent for marker in self._own_store().glob(f"*/{_MARKER}")}
+        return self._store.whole(_cache_name(self.repository))
 
-    def _own_copy(self, key: str) -> Path | None:
-        """The folder of a checkpoint in our own store if it is whole, as used just now."""
-        return _touched(folder) if (folder := self._own_folder(key)).is_dir() and _is_marked_whole(folder) else None
+    @contextmanager
+    def _in_store(self, key: str, called: str, where: str, needs: "Callable[[], Needs]") -> Iterator[Path | None]:
+        """The folder of a checkpoint in our own store while it is in use; None where it has no business there.
 
-    def _mark_whole(self, place: Mapping[str, Any], called: str) -> None:
-        """Says that a checkpoint has been fetched completely, if it is in our own store."""
-        if "local_dir" in place:
-            (place["local_dir"] / _MARKER).write_text(called)
+        Args:
+            key: of the checkpoint in the store.
+            called: what it is called, for offline use.
+            where: its place, for messages.
+            needs: asks which files to fetch.
+        """
+        if not self._fetches_into_store and not self._store.holds(_cache_name(self.repository), key):
+            yield None
+            return
+        with self._store.lease(_cache_name(self.repository), key, evict=self.cache == "evict") as lease:
+            if lease.is_whole():
+                yield lease.folder
+            elif self._fetches_into_store:
+                if offline():
+                    raise self._not_here(where)
+                self._fetch_into_store(lease, called, needs())
+                yield lease.folder
+            else:
+                yield None
 
-    def _evict(self, key: str) -> None:
-        """Deletes a checkpoint from our own store, if that is the policy."""
-        if self.cache == "evict":
-            _delete(self._own_folder(key))
+    def _fetch_into_store(self, lease: Lease, called: str, needs: "Needs") -> None:
+        size = sum(needs.sizes.values())
+        if self.disk_budget_gb is not None and size > self.disk_budget_gb * 1e9:
+            raise ArgumentError(
+                f"disk_budget_gb={self.disk_budget_gb} is less than one checkpoint of {self.repository} "
+                f"({size / 1e9:.3g} GB)"
+            )
+        if lease.reserve(size, self.disk_budget_gb):
+            for name in needs.sizes:
+                self._download(name, needs.revision, needs.commit, {"local_dir": lease.folder})
+            lease.complete(called)
 
     # fetching
 
@@ -170,20 +198,6 @@ class HubRepository:
         )
         return [file for file in listing if hasattr(file, "size")]
 
-    def _place_for(self, key: str) -> dict[str, Any]:
-        """Where the files of a checkpoint go: into the hub's cache, or into a folder of our own."""
-        if self.cache == "keep" and self.disk_budget_gb is None:
-            return in_hub_cache()
-        folder = self._own_folder(key)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _MARKER).touch()
-        except OSError as error:
-            raise OutputError(
-                f"cannot write checkpoints to {folder}: {error.strerror}; set EMERGENT_HEADS_CACHE"
-            ) from error
-        return {"local_dir": folder}
-
     def _download(self, name: str, revision: str, at: str, place: dict[str, Any]) -> Path:
         from huggingface_hub import hf_hub_download
 
@@ -193,22 +207,6 @@ class HubRepository:
                 lambda: hf_hub_download(self.repository, name, revision=at, endpoint=_endpoint(), **place),
             )
         )
-
-    def _make_room(self, size: int, keep: Path) -> None:
-        assert self.disk_budget_gb is not None
-        budget = self.disk_budget_gb * 1e9
-        if size > budget:
-            raise ArgumentError(
-                f"disk_budget_gb={self.disk_budget_gb} is less than one checkpoint of {self.repository} "
-                f"({size / 1e9:.3g} GB)"
-            )
-        markers = [marker for marker in _all_own_stores().glob(f"*/*/{_MARKER}") if marker.parent != keep]
-        taken = {marker: _size(marker.parent) for marker in markers}
-        for marker in sorted(markers, key=lambda marker: marker.stat().st_mtime_ns):
-            if size + sum(taken.values()) <= budget:
-                return
-            _delete(marker.parent)
-            del taken[marker]
 
     def _api(self) -> Any:
         from huggingface_hub import HfApi
@@ -299,8 +297,11 @@ class HubSource(HubRepository):
         revision = self._revision(step)
         return self._download(name, revision, self._commit(revision), {"local_dir": folder})
 
-    def folder(self, step: int) -> Path:
-        """The local folder with config, weights and, where there is one, tokenizer; fetched when it is not there.
+    @contextmanager
+    def fetched(self, step: int) -> Iterator[Path]:
+        """The local folder with config, weights and, where there is one, tokenizer, while it is read.
+
+        What is not there is fetched. With `cache="evict"` it is gone afterwards.
 
         Raises:
             CheckpointError: the hub has no such revision, or no weights in it.
@@ -308,22 +309,18 @@ class HubSource(HubRepository):
         """
         revision = self._revision(step)
         commit = self._commit(revision)
-        for folder in self._places(commit):
-            if _is_whole(folder):
-                return _touched(folder)
-        if offline():
-            raise self._not_here(f"{self.repository}, revision {revision}")
-        return self._fetch(revision, commit)
+        if _is_whole(kept := self._snapshot(commit)):
+            yield kept
+            return
+        where = f"{self.repository}, revision {revision}"
+        with self._in_store(commit, revision, where, lambda: self._needs(revision, commit)) as own:
+            if own is None and offline():
+                raise self._not_here(where)
+            yield own or self._fetch_into_hub_cache(self._needs(revision, commit))
 
-    def release(self, step: int) -> None:
-        """Called when the weights of `step` have been read: deletes them if the policy is to evict."""
-        if commit := self._commits.get(self._revision(step)):
-            self._evict(commit)
-
-    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
+    def tokenizer_folders(self, folder: Path) -> tuple[Path, ...]:
         from emergent_heads.checkpoints.weights import has_tokenizer
 
-        folder = self.folder(step)
         if self.tokenizer_repository is None or has_tokenizer(folder):
             return (folder,)
         other = HubRepository(self.tokenizer_repository).tokenizer_folder()
@@ -348,7 +345,7 @@ class HubSource(HubRepository):
         return found
 
     def _local_commits(self) -> dict[str, str]:
-        own = {revision: folder.name for revision, folder in self._own_markers().items()}
+        own = {revision: folder.name for revision, folder in self._own_copies().items()}
         return own | super()._local_commits()
 
     def _places(self, commit: str) -> tuple[Path, Path]:
@@ -357,30 +354,44 @@ class HubSource(HubRepository):
 
     # fetching
 
-    def _fetch(self, revision: str, commit: str) -> Path:
-        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, shard_names, weight_entry
+    def _needs(self, revision: str, commit: str) -> "Needs":
+        from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, weight_entry
 
         sizes = self._sizes(revision, commit)
         entry = weight_entry(sizes)
         if entry is None or "config.json" not in sizes:
             raise CheckpointError(f"the revision has no {'weights' if entry is None else 'config.json'}")
-        small = [name for name in TOKENIZER_NAMES if name in sizes]
+        names = ["config.json", *(name for name in TOKENIZER_NAMES if name in sizes)]
         if self.trust_remote_code:
-            small += [name for name in sizes if name.endswith(".py")]
-        place = self._place_for(commit)
-        # config.json is asked for by revision, which leaves the revision's commit in the hub's cache for offline use
-        config = self._download("config.json", revision, revision if "cache_dir" in place else commit, place)
-        for name in [*small, *([entry] if entry.endswith(".json") else [])]:
-            self._download(name, revision, commit, place)
-        weights = shard_names(config.parent / entry) if entry.endswith(".json") else [entry]
-        if missing := [name for name in weights if name not in sizes]:
-            raise CheckpointError(f"{missing[0]}, which {entry} lists, is missing")
-        if self.disk_budget_gb is not None:
-            self._make_room(sum(sizes[name] for name in ("config.json", *small, *weights)), keep=config.parent)
-        for name in weights:
-            self._download(name, revision, commit, place)
-        self._mark_whole(place, revision)
-        return config.parent
+            names += [name for name in sizes if name.endswith(".py")]
+        names += self._shards(revision, commit, entry, sizes) if entry.endswith(".json") else [entry]
+        return Needs(revision, commit, {name: sizes[name] for name in names})
+
+    def _shards(self, revision: str, commit: str, index: str, sizes: Mapping[str, int]) -> list[str]:
+        """The index of sharded weights and the shards that it lists."""
+        from emergent_heads.checkpoints.weights import shard_names
+
+        with TemporaryDirectory() as folder:  # before any room is reserved, which has to be for all files at once
+            listed = shard_names(self._download(index, revision, commit, {"local_dir": Path(folder)}))
+        if missing := [name for name in listed if name not in sizes]:
+            raise CheckpointError(f"{missing[0]}, which {index} lists, is missing")
+        return [index, *listed]
+
+    def _fetch_into_hub_cache(self, needs: "Needs") -> Path:
+        for name in needs.sizes:
+            # config.json is asked for by revision, which leaves the revision's commit in the cache for offline use
+            at = needs.revision if name == "config.json" else needs.commit
+            self._download(name, needs.revision, at, in_hub_cache())
+        return self._snapshot(needs.commit)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What to fetch for a checkpoint: files and their bytes, in this order; messages call the commit `revision`."""
+
+    revision: str
+    commit: str
+    sizes: Mapping[str, int]
 
 
 def in_hub_cache() -> dict[str, Any]:
@@ -395,36 +406,11 @@ def _is_whole(folder: Path) -> bool:
     """
     from emergent_heads.checkpoints.weights import TOKENIZER_NAMES, weight_files
 
-    if (folder / _MARKER).is_file():
-        return _is_marked_whole(folder)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
     try:
         return (folder / "config.json").is_file() and bool(weight_files(folder)) and (has_tokenizer or offline())
     except CheckpointError:
         return False
-
-
-def _is_marked_whole(folder: Path) -> bool:
-    return (folder / _MARKER).is_file() and bool((folder / _MARKER).read_text())
-
-
-def _touched(folder: Path) -> Path:
-    if (marker := folder / _MARKER).is_file():
-        marker.touch()
-    return folder
-
-
-def _delete(folder: Path) -> None:
-    if (folder / _MARKER).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _all_own_stores() -> Path:
-    return cache_folder() / "checkpoints"
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _cache_name(repository: str) -> str:

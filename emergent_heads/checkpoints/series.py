@@ -1,7 +1,7 @@
 """The checkpoints of a run, in order, wherever they come from."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,16 +40,12 @@ class FolderSource(Protocol):
         """Place of a step, for messages."""
         ...
 
-    def folder(self, step: int) -> Path:
-        """Local folder with config, weights and, where there is one, tokenizer."""
+    def fetched(self, step: int) -> AbstractContextManager[Path]:
+        """Local folder with config, weights and, where there is one, tokenizer, while it is read."""
         ...
 
-    def tokenizer_folders(self, step: int) -> tuple[Path, ...]:
-        """Folders to look for a tokenizer in, in this order."""
-        ...
-
-    def release(self, step: int) -> None:
-        """The weights of `step` have been read."""
+    def tokenizer_folders(self, folder: Path) -> tuple[Path, ...]:
+        """Folders to look for a tokenizer in, in this order, where `folder` is that of a step."""
         ...
 
     def identity(self, step: int) -> str | None:
@@ -405,13 +401,13 @@ class CheckpointSeries:
         from emergent_heads.checkpoints.weights import Resident, architecture_of, load_tokenizer
         from emergent_heads.models.hooked import hooked
 
-        with _fetched(source, step) as folder:
+        with source.fetched(step) as folder:
             architecture = architecture_of(folder, source.trust_remote_code)
             resident = self._resident
             if isinstance(resident, Resident) and resident.architecture == architecture:
                 resident.fill(folder)
             else:
-                tokenizer = load_tokenizer(*source.tokenizer_folders(step))
+                tokenizer = load_tokenizer(*source.tokenizer_folders(folder))
                 self.unload()  # before the next model takes memory
                 resident = Resident(folder, trust_remote_code=source.trust_remote_code, device=self.device)
                 self._resident, self._hooked = resident, hooked(resident.model, tokenizer)
@@ -459,9 +455,9 @@ class CheckpointSeries:
             return self._load_file(self.source, step, kind)
         if kind == "small":
             raise ArgumentError(f"kind='small' is for runs that the library trained; {self.name} is none")
-        with self._noting_problems(step), _fetched(self.source, step) as folder:
+        with self._noting_problems(step), self.source.fetched(step) as folder:
             model = load_model(folder, trust_remote_code=self.source.trust_remote_code, device=self.device)
-            tokenizer = load_tokenizer(*self.source.tokenizer_folders(step))
+            tokenizer = load_tokenizer(*self.source.tokenizer_folders(folder))
             self._note_loaded(step, model)
         return as_kind(model, kind, tokenizer)
 
@@ -494,8 +490,8 @@ class CheckpointSeries:
             return getattr(self.hooked(step), "tokenizer", None)
         from emergent_heads.checkpoints.weights import load_tokenizer
 
-        with self._noting_problems(step), _fetched(self.source, step):
-            return load_tokenizer(*self.source.tokenizer_folders(step))
+        with self._noting_problems(step), self.source.fetched(step) as folder:
+            return load_tokenizer(*self.source.tokenizer_folders(folder))
 
     @contextmanager
     def _noting_problems(self, step: int) -> Iterator[None]:
@@ -567,16 +563,6 @@ class LoaderSource:
             return self.function(step)
         except (OSError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(f"the loader raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _fetched(source: FolderSource, step: int) -> Iterator[Path]:
-    """The folder of a step while it is read."""
-    folder = source.folder(step)
-    try:
-        yield folder
-    finally:
-        source.release(step)
 
 
 def _some(values: Sequence[object], most: int = 6) -> str:

@@ -307,11 +307,8 @@ class _Looking:
         """The stored tensors of a step while they are read; what was fetched for it goes as the cache policy says."""
         source = self.source
         if isinstance(source, HubSource | DirectorySource):
-            try:
-                with stored_weights(source.folder(step)) as stored:
-                    yield stored
-            finally:
-                source.release(step)
+            with source.fetched(step) as folder, stored_weights(folder) as stored:
+                yield stored
         elif isinstance(source, FileSource):
             with source.fetched(step) as path, stored_in(path) as stored:
                 yield stored
