@@ -1,6 +1,7 @@
 """The checkpoints of a run folder that the library's own training made.
 
-A run is a folder: `manifest.json`, `metrics.parquet`, `positions.parquet` and `checkpoints/step_00000000.safetensors`.
+A run is a folder: `manifest.json`, `metrics.parquet`, `positions.parquet`, `checkpoints/step_00000000.safetensors`,
+and of a run on text `tokenizer.json` and `tokenizer_config.json`.
 """
 
 import json
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ATTENTION_BIAS = "attention_bias.safetensors"
 """Holds the pattern of a run that was trained with an attention bias."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _CHECKPOINT_FILE = re.compile(r"step_(\d+)\.safetensors")
 
 
@@ -79,6 +81,17 @@ class RunSource:
     def manifest(self) -> dict[str, Any]:
         return read_manifest(self.path)
 
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The transformers tokenizer of a run on text; None of any other.
+
+        Raises:
+            TokenizerError: its files cannot be read.
+        """
+        from emergent_heads.checkpoints.weights import load_tokenizer
+
+        return load_tokenizer(self.path)
+
     def steps(self) -> tuple[int, ...]:
         """The steps there are, ascending.
 
@@ -107,6 +120,8 @@ class RunSource:
     def load(self, step: int, device: "torch.device | str" = "cpu") -> "tuple[SmallModel, Fingerprint]":
         """A new model with the weights of `step`, in eval mode and without gradients, and the weights' fingerprint.
 
+        The model of a run on text has the run's tokenizer.
+
         A run trained with an attention bias gives models that have the bias of that step:
         `model.set_attention_bias(None)` takes it away.
 
@@ -118,6 +133,7 @@ class RunSource:
 
         model = SmallModel(SmallModelConfig(**self.manifest["config"])).to(device)
         model.eval().requires_grad_(False)
+        model.tokenizer = self.tokenizer
         return model, self.fill(model, step)
 
     def fill(self, model: "SmallModel", step: int) -> "Fingerprint":

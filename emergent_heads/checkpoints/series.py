@@ -482,9 +482,7 @@ class CheckpointSeries:
         return model
 
     def _tokenizer(self, step: int) -> Any | None:
-        if isinstance(self.source, RunSource):
-            return None
-        if isinstance(self.source, FileSource):
+        if isinstance(self.source, RunSource | FileSource):
             return self.source.tokenizer
         if isinstance(self.source, LoaderSource):
             return getattr(self.hooked(step), "tokenizer", None)

@@ -31,6 +31,8 @@ def to_hooked_transformer(model: "SmallModel") -> "HookedTransformer":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # who asks for one knows what it is
         converted = HookedTransformer(_config(model, HookedTransformerConfig))
+    if model.tokenizer is not None:
+        converted.set_tokenizer(model.tokenizer)
     converted.load_state_dict(_state(model), strict=False)  # masks and rotary tables are its own
     converted.train(model.training)
     return converted

@@ -35,7 +35,7 @@ class HookedSmallModel(HookedModel):
         self.d_model = config.d_model
         self.vocabulary_size = model.embed.num_embeddings
         self.context = config.context
-        self.tokenizer = tokenizer
+        self.tokenizer = model.tokenizer if tokenizer is None else tokenizer
         self.blocks = model.block_list
         self.attention = [block.token_mixer for block in self.blocks]
         self.mlp = [block.mlp for block in self.blocks]

@@ -266,6 +266,7 @@ class SmallModel(HookedRootModule):
     Attributes:
         config: its shape.
         cfg: the same in TransformerLens' words, for its tools.
+        tokenizer: of a model that was trained on text and read from its run; None of others.
     """
 
     def __init__(self, config: SmallModelConfig, seed: int = 0) -> None:
@@ -291,7 +292,7 @@ class SmallModel(HookedRootModule):
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
             self.ln_final = Norm(config)
             self.unembed = nn.Linear(config.d_model, config.vocabulary_size, bias=config.unembedding_bias)
-        self.tokenizer = None
+        self.tokenizer: Any = None
         self._cfg = _transformer_lens_config(config)
         self.setup()
         self.initialise(seed)

@@ -15,6 +15,7 @@ from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.mixers import mixer_class, mixer_options
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.storage import digest
+from emergent_heads.tasks.settings import is_settings
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.initial_weights import Carry, check_carry, check_fit
 from emergent_heads.training.settings import TrainingSettings
@@ -84,16 +85,10 @@ class RunSpec:
 
         Equal settings give an equal name, in whatever sweep and on whatever machine.
         """
-        defaults = {each.name: each.default for each in fields(self.task)}  # pyright: ignore[reportArgumentType]
-        told = [
-            f"{'task_seed' if key == 'seed' else key}={value}"
-            for key, value in self.task.settings().items()
-            if key in defaults and value != defaults[key] and isinstance(value, (int, float, str))
-        ]
         config, bias = self.config, self.training.bias
         mixer = config.mixer if isinstance(config.mixer, str) else "+".join(config.mixer)
         model = f"{mixer}-{config.n_layers}x{config.d_model}x{config.n_heads}"
-        parts = [self.task.name, *told, model, *([f"bias={bias.strength:g}"] if bias else []), f"seed={self.seed}"]
+        parts = [self.task.label, model, *([f"bias={bias.strength:g}"] if bias else []), f"seed={self.seed}"]
         if self.init_from is not None:
             parts.append(f"from={self.init_from.task.name}")
         readable = "".join(sign if sign.isalnum() or sign in "-=+." else "_" for sign in "-".join(parts))
@@ -298,7 +293,10 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in value):
         return "/".join(map(str, value))
-    return digest(json.dumps(value, sort_keys=True, default=str))[:10]  # a matrix: only same or not the same counts
+    if isinstance(value, list) and all(map(is_settings, value)):
+        return "+".join(map(_plain, value))
+    key = digest(json.dumps(value, sort_keys=True, default=str))[:10]  # of a matrix only same or not the same counts
+    return f"{dict(value)['task']}-{key[:6]}" if is_settings(value) else key
 
 
 def check_runs(runs: Iterable[RunSpec]) -> list[RunSpec]:

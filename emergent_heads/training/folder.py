@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from emergent_heads.checkpoints.run import (
     MANIFEST,
     RUN_FORMAT,
     RUN_FORMAT_VERSION,
+    TOKENIZER_FILES,
     checkpoint_path,
     is_small_run,
     read_manifest,
@@ -219,14 +221,39 @@ class RunFolder:
             lock.release()
 
     def begin(
-        self, about: Mapping[str, Any], pattern: Tensor | None, carried: Mapping[str, Tensor] | None = None
+        self,
+        about: Mapping[str, Any],
+        pattern: Tensor | None,
+        carried: Mapping[str, Tensor] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """Writes what is known before the first step; the manifest last, which makes the folder a run."""
         if carried is not None:
             _write_tensors(self.path / INITIAL, carried)
         if pattern is not None:
             _write_tensors(self.path / ATTENTION_BIAS, {"pattern": pattern})
+        if tokenizer is not None:
+            self._save_tokenizer(tokenizer)
         self._write_manifest("unfinished", about, History())
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Checks that the task's tokenizer is the one the run was begun with; None is none.
+
+        Raises:
+            RunFolderError: it is not, as where another version of `tokenizers` makes another one of the same text.
+        """
+        if tokenizer is None:
+            return
+        path = self.path / TOKENIZER_FILES[0]
+        try:
+            known = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{path} is damaged ({error}); train into another folder") from error
+        if known != json.loads(tokenizer.backend_tokenizer.to_str()):
+            raise RunFolderError(
+                f"{self.path} was begun with another tokenizer of the same text, so token ids mean something else "
+                "now; use the version of `tokenizers` it was begun with, or train into another folder"
+            )
 
     def clear_leftovers(self) -> None:
         """Removes what a killed process had not renamed yet."""
@@ -272,6 +299,16 @@ class RunFolder:
         self._write_manifest(status, about, history)
         for needless in (RESUME, INITIAL):
             (self.path / needless).unlink(missing_ok=True)
+
+    def _save_tokenizer(self, tokenizer: Any) -> None:
+        """As transformers reads it, each file renamed into place."""
+        try:
+            with TemporaryDirectory(prefix=".tokenizer-", dir=self.path) as temporary:
+                tokenizer.save_pretrained(temporary)
+                for name in TOKENIZER_FILES:
+                    (Path(temporary) / name).replace(self.path / name)
+        except OSError as error:
+            raise OutputError(f"cannot write the tokenizer to {self.path}: {error.strerror or error}") from error
 
     def _write_tables(self, history: History, is_answer: np.ndarray) -> None:
         for name, table in ((METRICS, history.metrics()), (POSITIONS, history.positions(is_answer))):

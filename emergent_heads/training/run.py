@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from emergent_heads import notebook, tasks
+from emergent_heads import notebook
 from emergent_heads.checkpoints.run import is_small_run, read_manifest
 from emergent_heads.checkpoints.series import CheckpointSeries
 from emergent_heads.errors import ArgumentError, NoCheckpointsError
 from emergent_heads.models.small import SmallModelConfig
+from emergent_heads.tasks.settings import described, from_settings
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.folder import METRICS, POSITIONS, History, RunStatus
 from emergent_heads.training.settings import TrainingSettings
@@ -80,16 +81,13 @@ class Run:
         """The task, made again from its settings.
 
         Raises:
-            ArgumentError: a task of the user's own, which the library cannot make.
+            ArgumentError: a task of the user's own, which the library cannot make, or a text that is no more what it
+                was.
         """
-        settings = dict(self.task_settings)
-        made = getattr(tasks, settings.pop("task"), None)
-        if made is None:
-            raise ArgumentError(
-                f"{self.name} was trained on {self.task_settings['task']}, which is no task of the library: give the "
-                "task itself where one is asked for"
-            )
-        return made(**settings)
+        try:
+            return from_settings(self.task_settings)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} was trained on a task that cannot be made again: {error}") from error
 
     @property
     def seed(self) -> int:
@@ -162,9 +160,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         model = {name: value for name, value in self.manifest["config"].items() if name in _OF_MODEL}
-        task = ", ".join(f"{name}={value}" for name, value in self.task_settings.items() if name != "task")
         fields = {
-            "task": f"{self.task_settings['task']}({task})",
+            "task": described(self.task_settings),
             "model": ", ".join(f"{name}={value}" for name, value in model.items()),
             "seed": self.seed,
             "starts from": self._start,

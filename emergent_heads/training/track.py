@@ -52,8 +52,10 @@ class Track:
         folder.clear_leftovers()
         point = folder.resume_point() if folder.status() == "unfinished" else None
         if point is None:
-            folder.begin(plan.about(), plan.pattern, plan.initial.weights if plan.initial is not None else None)
+            carried = plan.initial.weights if plan.initial is not None else None
+            folder.begin(plan.about(), plan.pattern, carried, plan.task.tokenizer)
             return cls(plan, folder, seed, held_out, model, {}, History())
+        folder.check_tokenizer(plan.task.tokenizer)
         model.load_state_dict(point.weights)
         return cls(plan, folder, seed, held_out, model, point.moments, point.history)
 
