@@ -35,13 +35,13 @@ _HOMES = {
     "emergent_heads.training.run": ("Run", "open_run"),
     "emergent_heads.training.settings": ("TrainingSettings",),
 }
-_MODULES = ("errors", "sae", "tasks")
+_MODULES = ("errors", "executors", "sae", "tasks")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_MODULES, *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from emergent_heads import errors, sae, tasks
+    from emergent_heads import errors, executors, sae, tasks
     from emergent_heads.analysis.ablation import ablate_features, ablation_series
     from emergent_heads.analysis.attention_view import attention_view
     from emergent_heads.analysis.early_warning import early_warning

@@ -176,6 +176,52 @@ class Tasks:
 
 
 @dataclass(frozen=True)
+class Workers:
+    """Who does the work; the same line again, anywhere, does only what is missing"""
+
+    executor: Literal["local", "ray", "slurm"] = "local"
+    """processes of this machine, tasks of Ray (a running cluster, or one of this machine), or jobs of Slurm"""
+    workers: Number = None
+    """local: processes (one for each core if left out; 0: none, all is done in this one); ray: cores of a cluster that
+    is started here; slurm: most jobs at a time"""
+    executor_option: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint="")
+    ] = ()
+    """as in emergent_heads.executors: gpus=2 (local), address=auto or gpus_per_job=0.5 (ray), timeout_min=60,
+    gpus_per_node=1 or slurm_partition=gpu (slurm); as often as you like"""
+
+    @contextmanager
+    def open(self, folder: Path) -> "Iterator[dict[str, Any]]":
+        """The arguments `executor` and `workers` of what is called; `folder` is for the logs of Slurm's jobs.
+
+        Raises:
+            ArgumentError: options that do not go together, or no such executor here.
+        """
+        if self.executor == "local" and not self.executor_option:
+            yield {"executor": None, "workers": self.workers}
+            return
+        if self.workers is not None and self.workers < 1:
+            raise ArgumentError(f"--workers is {self.workers}; with {self._told()} give at least 1, or leave it out")
+        from emergent_heads.executors import open_executor
+
+        options = dict(_pair(each, "--executor-option") for each in self.executor_option)
+        with open_executor(self.executor, self.workers, folder=folder / "slurm", **options) as executor:
+            yield {"executor": executor, "workers": None}
+
+    def check_device(self, device: str) -> None:
+        """Checks that there is such a device, where the work is done on this machine.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        if self.executor == "local":
+            _check_device(device)
+
+    def _told(self) -> str:
+        return f"--executor {self.executor}" if self.executor != "local" else "--executor-option"
+
+
+@dataclass(frozen=True)
 class Suites:
     """Lists the published suites of checkpoints.
 
@@ -743,8 +789,9 @@ class Sweep:
     """Python file that defines the list runs"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """folder for the runs, sweep.csv (a row per run) and summary.csv (over the seeds)"""
-    workers: Number = None
-    """runs at a time (one for each core if left out; 0: one, in this process)"""
+    workers: Workers = field(default_factory=Workers)
+    together: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """most seeds of one configuration that are trained together, in one process: for small models on a GPU"""
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
     """where to train, such as cuda"""
     x: Annotated[str | None, _unset("SETTING")] = None
@@ -765,10 +812,11 @@ class Sweep:
             check_frontier(runs)
         if self.x is not None:
             check_axes(runs, self.x, self.y or "step_solved")
-        _check_device(self.device)
+        self.workers.check_device(self.device)
         if isinstance(runs, BudgetRuns):
             _say(runs.headline())
-        result = run_sweep(runs, self.out, workers=self.workers, device=self.device)
+        with self.workers.open(self.out) as who:
+            result = run_sweep(runs, self.out, together=self.together, device=self.device, **who)
         _print_result(result)
         _write(result, self.out / "sweep.csv", None, line)
         _say(f"wrote {save_table(result.summary, self.out / 'summary.csv', {'command_line': line})}")
@@ -810,8 +858,7 @@ class Reproduce:
     """small: sizes for two cores, in minutes; paper: the paper's sizes, for a GPU"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("findings")
     """folder for the runs, and for a folder of tables and the figure for each finding"""
-    workers: Annotated[int, tyro.conf.arg(metavar="N")] = 2
-    """runs at a time (0: one, in this process)"""
+    workers: Workers = field(default_factory=Workers)
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
     """where to train, such as cuda"""
     max_steps: Number = None
@@ -827,17 +874,13 @@ class Reproduce:
                 print(f"{each.name}\n    {each.claim}")
             return
         find_experiment(self.name)
-        _check_device(self.device)
+        self.workers.check_device(self.device)
         from emergent_heads.experiments.reproduce import run_experiment
 
-        finding = run_experiment(
-            self.name,
-            self.out,
-            scale=self.scale,
-            workers=self.workers,
-            device=self.device,
-            max_steps=self.max_steps,
-        )
+        with self.workers.open(self.out) as who:
+            finding = run_experiment(
+                self.name, self.out, scale=self.scale, device=self.device, max_steps=self.max_steps, **who
+            )
         _print_result(finding)
         _say(f"tables and figure are in {finding.figure.parent}")
         if failed := int((finding.runs["status"] == "failed").sum()):
@@ -996,7 +1039,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _pair(text: str, option: str = "--mixer-option") -> tuple[str, Any]:
     """Name and value of "name=value"; the value is a number, true or false where it reads as one.
 
     Raises:
@@ -1004,7 +1047,7 @@ def _pair(text: str) -> tuple[str, Any]:
     """
     name, sign, value = text.partition("=")
     if not sign:
-        raise ArgumentError(f"--mixer-option {text}: write NAME=VALUE")
+        raise ArgumentError(f"{option} {text}: write NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -98,6 +98,10 @@ class RunFolderError(EmergentHeadsError):
     """A run folder cannot be used as asked: made by other settings or another version, or in use elsewhere."""
 
 
+class RunInUseError(RunFolderError):
+    """Another process is training into the run folder right now."""
+
+
 class OutputError(EmergentHeadsError, OSError):
     """A result cannot be written: unknown suffix, or a folder that does not take files."""
 

@@ -12,15 +12,16 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
-from emergent_heads.errors import EmergentHeadsError
+from emergent_heads.errors import ArgumentError, EmergentHeadsError, whole_number
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _Value = TypeVar("_Value")
 _READY = "ready"
 _PATIENCE_SECONDS = 5.0
@@ -36,25 +37,32 @@ class ProcessStartError(EmergentHeadsError, RuntimeError):
     exit_status = 1
 
 
-class LocalProcesses:
-    """An executor: `submit(function, *arguments)` runs in one of `workers` processes and gives a future.
+class Local:
+    """Processes of this machine: `submit(function, *arguments)` runs in one of them and gives a future.
 
     Processes are spawned, not forked, because torch's threads do not survive a fork: function and arguments must be
     picklable, and a script starts them under `if __name__ == "__main__":`. Leaving the context ends the processes,
     also those at work.
+
+    Where there are GPUs, each process sees one of them, in turn: `device="cuda"` is another GPU in each.
     """
 
-    def __init__(self, workers: int, modules: Iterable[str] = ()) -> None:
+    def __init__(self, workers: int, gpus: int | None = None) -> None:
         """Starts nothing yet; a process starts with the first job it gets.
 
         Args:
             workers: most processes at a time.
-            modules: names of modules that each process imports first, such as one that registers a mixer. Those that
-                were loaded from a file outside the import path are loaded from that file.
+            gpus: how many of the GPUs that this process sees are shared out, the first of them; worker i sees GPU i
+                modulo their number, by `CUDA_VISIBLE_DEVICES`. All if left out; 0 hides them.
+
+        Raises:
+            ArgumentError: no workers, or more GPUs than this process sees.
         """
+        whole_number("workers", workers, least=1)
+        visible = _visible_gpus(gpus)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="process")
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._processes = [_Process(with_files(modules)) for _ in range(workers)]
+        self._processes = [_Process(visible[i % len(visible)] if visible else None) for i in range(workers)]
         for process in self._processes:
             self._idle.put(process)
 
@@ -75,7 +83,7 @@ class LocalProcesses:
         for process in self._processes:
             process.wait()
 
-    def __enter__(self) -> "LocalProcesses":
+    def __enter__(self) -> "Local":
         return self
 
     def __exit__(
@@ -94,8 +102,9 @@ class LocalProcesses:
 class _Process:
     """One process, started when it is needed and again after it died."""
 
-    def __init__(self, modules: Sequence[tuple[str, Path | None]]) -> None:
-        self._modules = modules
+    def __init__(self, gpus: str | None) -> None:
+        """Takes what `CUDA_VISIBLE_DEVICES` is to be there; None for what it is here."""
+        self._gpus = gpus
         self._process: Any = None
         self._connection: Any = None
         self._busy = self._ended = False
@@ -138,7 +147,7 @@ class _Process:
     def _start(self) -> Any:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._modules), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._gpus), daemon=True)
         try:
             process.start()
         except RuntimeError as error:  # what multiprocessing says in a script's copy of itself
@@ -173,8 +182,27 @@ class _Process:
         return f"exit status {code}"
 
 
-def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
+def _visible_gpus(gpus: int | None) -> list[str]:
+    """What `CUDA_VISIBLE_DEVICES` is for the workers in turn; nothing where there is no GPU to choose from."""
+    if gpus == 0:
+        return [""]
+    told = os.environ.get(_GPUS)
+    names = told.split(",") if told else [str(number) for number in range(0 if told == "" else _count_gpus())]
+    if gpus is not None and not 0 < gpus <= len(names):
+        raise ArgumentError(f"gpus is {gpus}; this process sees {len(names)} GPUs")
+    return names[:gpus]
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _serve(connection: Any, gpus: str | None) -> None:
     """What a process does: one job after the other, until the other end of the connection is closed."""
+    if gpus is not None:
+        os.environ[_GPUS] = gpus  # before torch looks for GPUs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is open is put away
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -182,8 +210,6 @@ def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
         import torch
 
         torch.set_num_threads(1)
-        for name, file in modules:
-            load_module(name, file)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         return
@@ -194,12 +220,12 @@ def _serve(connection: Any, modules: Sequence[tuple[str, Path | None]]) -> None:
         except EOFError:
             return
         except Exception as error:  # a job that cannot be unpickled here
-            connection.send((False, _sendable(error)))
+            connection.send((False, sendable(error)))
             continue
         try:
             answer = (True, function(*arguments))
         except Exception as error:
-            answer = (False, _sendable(error))
+            answer = (False, sendable(error))
         try:
             connection.send(answer)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -248,8 +274,8 @@ def with_files(modules: Iterable[str]) -> list[tuple[str, Path | None]]:
     return found
 
 
-def _sendable(error: Exception) -> Exception:
-    """The error itself where it survives pickling, else one that says the same."""
+def sendable(error: Exception) -> Exception:
+    """For another process: the error itself where it survives pickling, else one that says the same."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pandas as pd
 import torch
 from checkpoints_fixtures import save, tiny_neox
+from filelock import FileLock
 from tiny_models import bridge, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -90,6 +91,12 @@ def _other_settings() -> None:
         eh.train(config, task, "runs/lm", steps=steps)
 
 
+def _in_use() -> None:
+    Path("runs/map").mkdir(parents=True, exist_ok=True)
+    with FileLock("runs/map/.lock"):
+        eh.train(eh.SmallModelConfig(n_layers=1, d_model=16), eh.tasks.LinearMap(4, 2), "runs/map", steps=2)
+
+
 def _never() -> None:
     trained = {step: tiny_neox(step) for step in (0, 1)}
     series = eh.CheckpointSeries.from_loader(trained, trained.__getitem__, name="mine")
@@ -119,6 +126,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "InterventionHasNoEffect": lambda: eh.check_intervention(bridge(tiny("OPT"))),
     "NotFiniteError": _not_finite,
     "RunFolderError": _other_settings,
+    "RunInUseError": _in_use,
     "OutputError": lambda: eh.evaluate(tiny_neox(0), eh.tasks.from_tokens([[1, 2]], [3])).save("scores.xlsx"),
     "EmergenceError": _never,
 }

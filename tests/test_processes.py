@@ -9,15 +9,14 @@ import sys
 import pytest
 import torch
 
-from emergent_heads.processes import LocalProcesses, ProcessDiedError, ProcessStartError, load_module
+from emergent_heads.processes import Local, ProcessDiedError, load_module
 
 
 def test_processes_answer_fail_and_die_one_by_one():
-    with LocalProcesses(1, modules=["wave"]) as processes:
+    with Local(1) as processes:
         good = processes.submit(os.getpid)
         threads = processes.submit(torch.get_num_threads)
         bad = processes.submit(int, "x")
-        modules = processes.submit(eval, "'wave' in __import__('sys').modules")
         no_answer = processes.submit(eval, "lambda: 1")
         no_job = processes.submit(lambda: 1)
         dead = processes.submit(eval, "__import__('os').kill(__import__('os').getpid(), 9)")
@@ -26,7 +25,6 @@ def test_processes_answer_fail_and_die_one_by_one():
         assert threads.result() == 1
         with pytest.raises(ValueError, match="invalid literal"):
             bad.result()
-        assert modules.result()
         with pytest.raises(RuntimeError, match="what the job returned cannot be pickled"):
             no_answer.result()
         with pytest.raises((AttributeError, pickle.PicklingError)):
@@ -37,24 +35,16 @@ def test_processes_answer_fail_and_die_one_by_one():
 
 
 def test_leaving_ends_what_is_at_work_and_drops_what_waits():
-    with LocalProcesses(1) as processes:
+    with Local(1) as processes:
         assert processes.submit(int).result() == 0  # it has begun
         at_work, waiting = processes.submit(signal.pause), processes.submit(os.getpid)
     assert waiting.cancelled()
     assert at_work.cancelled() or isinstance(at_work.exception(), ProcessDiedError)
 
 
-def test_a_process_that_cannot_get_ready_says_why():
-    with (
-        LocalProcesses(1, modules=["a_module_that_is_not_there"]) as processes,
-        pytest.raises(ProcessStartError, match="a_module_that_is_not_there"),
-    ):
-        processes.submit(int).result()
-
-
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from emergent_heads.processes import LocalProcesses\nLocalProcesses(1).submit(int).result()")
+    script.write_text("from emergent_heads.processes import Local\nLocal(1).submit(int).result()")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
@@ -63,9 +53,9 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
 def test_processes_do_not_outlive_a_killed_parent():
     script = (
         "import os, signal\n"
-        "from emergent_heads.processes import LocalProcesses\n"
+        "from emergent_heads.processes import Local\n"
         "if __name__ == '__main__':\n"
-        "    processes = LocalProcesses(1)\n"
+        "    processes = Local(1)\n"
         "    processes.submit(int).result()\n"
         "    processes.submit(signal.pause)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

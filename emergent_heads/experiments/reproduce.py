@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
-from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError, NoCheckpointsError, nearest
 from emergent_heads.experiments.registry import SCALES, Scale, find_experiment
+from emergent_heads.jobs import Executor, Job, run_jobs, values
 from emergent_heads.plots.figure import picture, save_figure
 from emergent_heads.results import Result
 from emergent_heads.storage import check_writable, read_table, save_table, write_json
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from emergent_heads.experiments.study import Verdict
-    from emergent_heads.jobs import Executor
 
 RUNS = "runs"
 _TABLES = ("checks", "runs", "arms")
@@ -70,8 +67,8 @@ def run_experiment(
     out: Path | str,
     *,
     scale: Scale = "small",
-    workers: int | None = 2,
-    executor: "Executor | None" = None,
+    workers: int | None = None,
+    executor: Executor | None = None,
     device: str = "cpu",
     max_steps: int | None = None,
     progress: bool = True,
@@ -83,9 +80,8 @@ def run_experiment(
         out: folder of the results. Runs go to `out/runs`, where experiments find those they share; the tables, the
             figure and the verdict to `out/<name>`. What is there is not trained again.
         scale: "small" for sizes that two cores can do in minutes, "paper" for the paper's sizes.
-        workers: processes that train at once; 0 for this process.
-        executor: trains the runs in place of `workers`, as in `run_sweep`; what is measured of them afterwards is
-            still measured by `workers`.
+        workers: processes that train, and then measure, at once: by default one for each core; 0 for this process.
+        executor: trains and measures in place of `workers`, as in `run_sweep`.
         device: where to train.
         max_steps: stop every run here, to try an experiment out.
         progress: whether to show a bar.
@@ -107,12 +103,12 @@ def run_experiment(
     study = experiment.study()
     arms = study.arms(Recipes(scale, max_steps))
     wanted = [run for arm in arms for run in arm.runs]
-    how: dict[str, Any] = {"executor": executor} if executor is not None else {"workers": workers}
-    sweep = run_sweep(wanted, Path(out) / RUNS, device=device, progress=progress, **how)
+    how: dict[str, Any] = {"executor": executor, "workers": workers, "progress": progress}
+    sweep = run_sweep(wanted, Path(out) / RUNS, device=device, **how)
     runs = runs_table(arms, sweep)
     if study.measure is not None:
         trained = runs.loc[runs["status"] != "failed", "run"].unique()
-        _measure_all(study.measure, [Path(out) / RUNS / name for name in trained], workers or 0, progress)
+        _measure_all(study.measure, [(Path(out) / RUNS / name).resolve() for name in trained], **how)
     judgement = study.judge(runs, Path(out) / RUNS)
     finding = Finding(
         table=arms_table(runs, study.varied) if judgement.table is None else judgement.table,
@@ -135,18 +131,11 @@ def run_experiment(
     return finding
 
 
-def _measure_all(measure: "Callable[[Path], None]", folders: Sequence[Path], workers: int, progress: bool) -> None:
-    """Measures trained runs, each in a process with one torch thread, or all in this one."""
-    from emergent_heads.processes import LocalProcesses
-
-    if not workers:
-        for folder in folders:
-            measure(folder)
-        return
-    with LocalProcesses(min(workers, len(folders)), [measure.__module__]) as processes:
-        futures = [processes.submit(measure, folder) for folder in folders]
-        for future in tqdm(as_completed(futures), total=len(futures), desc="measuring", **notebook.bar(progress)):
-            future.result()
+def _measure_all(measure: "Callable[[Path], None]", folders: Sequence[Path], **how: Any) -> None:
+    """Measures trained runs; what was measured before is found by `measure`."""
+    jobs = [Job(folder.name, measure, (folder,)) for folder in folders]
+    for _ in values(run_jobs(jobs, modules=[measure.__module__], title="measuring", unit="run", **how)):
+        pass
 
 
 def read_finding(folder: Path | str) -> Finding:

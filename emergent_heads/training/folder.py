@@ -31,7 +31,7 @@ from emergent_heads.checkpoints.run import (
     is_small_run,
     read_manifest,
 )
-from emergent_heads.errors import NoCheckpointsError, OutputError, RunFolderError
+from emergent_heads.errors import NoCheckpointsError, OutputError, RunFolderError, RunInUseError
 from emergent_heads.storage import as_read_back, atomic_path, versions, write_json
 from emergent_heads.training.evaluation import Evaluation
 from emergent_heads.training.settings import differences
@@ -176,9 +176,11 @@ class RunFolder:
         try:
             manifest = read_manifest(self.path)
         except NoCheckpointsError as error:
-            if self.path.is_dir() and not any(not path.name.startswith(".") for path in self.path.iterdir()):
-                return None
             if not self.path.exists():
+                return None
+            # What a killed process wrote before the manifest, or one that is writing it right now.
+            early = {INITIAL, ATTENTION_BIAS, *TOKENIZER_FILES}
+            if self.path.is_dir() and all(at.name in early or at.name.startswith(".") for at in self.path.iterdir()):
                 return None
             raise RunFolderError(f"{self.path} exists and is no run folder; name another folder") from error
         if not is_small_run(manifest):
@@ -194,21 +196,18 @@ class RunFolder:
         return manifest["status"]
 
     @contextmanager
-    def locked(self, *, wait: bool = False) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keeps other processes from training into the folder; a killed one holds it no longer.
 
-        Args:
-            wait: for another process to let go of it; otherwise it is refused.
-
         Raises:
-            RunFolderError: another process is training there. OutputError: the folder cannot be written.
+            RunInUseError: another process is training there. OutputError: the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / _LOCK)
-            lock.acquire(timeout=-1 if wait else 0)
+            lock.acquire(timeout=0)
         except Timeout as error:
-            raise RunFolderError(
+            raise RunInUseError(
                 f"another process is training into {self.path}; wait until it is done, or name another folder"
             ) from error
         except OSError as error:

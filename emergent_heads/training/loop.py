@@ -37,7 +37,6 @@ def train(
     wandb: Any = None,
     progress: bool = True,
     save_every_seconds: float = SAVE_EVERY_SECONDS,
-    wait: bool = False,
     **settings: Any,
 ) -> Run:
     """Trains a small model on a task into a run folder.
@@ -66,7 +65,6 @@ def train(
         wandb: a project's name, or a run of wandb, to which each row of the metrics is logged as well.
         progress: whether to show a progress bar, with the loss and the time left.
         save_every_seconds: how much work a kill may cost.
-        wait: where another process trains into the folder, wait for its end in place of refusing.
         **settings: fields of `TrainingSettings`, which has their defaults: `learning_rate`, `betas`, `weight_decay`,
             `warmup_steps`, `schedule`, `clip`, `tokens_per_batch`, `checkpoints`, `evaluate_every`, `n_held_out`,
             `attention_bias`, `stop_when_solved`, `solved_at`, `dtype`.
@@ -79,8 +77,8 @@ def train(
         ArgumentError: a setting that is unknown or makes no sense, or a task that does not fit the model.
         ModelMismatchError: the weights of `init_from` do not fit the model. CheckpointError, NoCheckpointsError: they
             cannot be read.
-        RunFolderError: the folder holds something else, a run made by other settings or by another version, or another
-            process is training there.
+        RunFolderError: the folder holds something else, or a run made by other settings or by another version.
+            RunInUseError: another process is training there.
         OutputError: the folder cannot be written, or the disk is full. What was written before is kept.
     """
     seed = whole_number("seed", seed, least=0)
@@ -89,7 +87,7 @@ def train(
     folder = RunFolder(Path(path), plan.identity(seed))
     if folder.status() not in (None, "unfinished"):
         return Run.open(folder.path)
-    with folder.locked(wait=wait):
+    with folder.locked():
         if folder.status() not in (None, "unfinished"):  # another process has finished it meanwhile
             return Run.open(folder.path)
         track = Track.start_or_resume(plan, folder, seed)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from emergent_heads.errors import ArgumentError, whole_number
+from emergent_heads.errors import ArgumentError, RunInUseError, whole_number
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.tasks.task import SequenceTask
 from emergent_heads.training.evaluation import autocast
@@ -64,28 +64,59 @@ def train_seeds(
 
     Raises:
         ArgumentError, ModelMismatchError, NoCheckpointsError, CheckpointError, RunFolderError, OutputError: as
-            `train`; ArgumentError also where `init_from` is a list of another length.
+            `train`; ArgumentError also where `init_from` is a list of another length. RunInUseError: another process
+            is training one of the seeds; the others are trained before that is said.
     """
     plan, seeds = Plan.of(config, task, TrainingSettings(steps=steps, **settings), device), _checked(seeds)
-    plans: dict[Path, Plan] = {}
-    folders: list[RunFolder] = []
+    runs: list[tuple[Plan, RunFolder]] = []
     for seed, start in zip(seeds, _starts(init_from, len(seeds)), strict=True):
-        path_of_seed = Path(path) / f"seed_{seed}"
-        plans[path_of_seed] = plan.starting_from(start, carry, path_of_seed)
-        folders.append(RunFolder(path_of_seed, plans[path_of_seed].identity(seed)))
-    unfinished = [folder for folder in folders if folder.status() in (None, "unfinished")]
+        folder = Path(path) / f"seed_{seed}"
+        own = plan.starting_from(start, carry, folder)
+        runs.append((own, RunFolder(folder, own.identity(seed))))
+    return train_stacked(runs, Path(path).name, wandb=wandb, progress=progress, save_every_seconds=save_every_seconds)
+
+
+def train_stacked(
+    runs: Sequence[tuple[Plan, RunFolder]],
+    name: str,
+    *,
+    wandb: Any = None,
+    progress: bool = True,
+    save_every_seconds: float = SAVE_EVERY_SECONDS,
+) -> list[Run]:
+    """Trains runs together, with stacked weights, each into its folder.
+
+    Args:
+        runs: plan and folder of each. The plans have one configuration, settings and length of sequence, and one task
+            where there is an attention bias.
+        name: for the progress bar.
+        wandb, progress, save_every_seconds: as in `train`.
+
+    Returns:
+        The runs, in order.
+
+    Raises:
+        RunFolderError: a folder holds something else. RunInUseError: another process is training into one of them; the
+            others are trained before that is said. OutputError: as `train`.
+    """
+    unfinished = [(plan, folder) for plan, folder in runs if folder.status() in (None, "unfinished")]
+    in_use: RunInUseError | None = None
     with ExitStack() as stack:
-        for folder in unfinished:
-            stack.enter_context(folder.locked())
-        tracks = [
-            Track.start_or_resume(plans[folder.path], folder, folder.wanted["seed"])
-            for folder in unfinished
-            if folder.status() in (None, "unfinished")  # another process may have finished it meanwhile
-        ]
+        tracks: list[Track] = []
+        for plan, folder in unfinished:
+            try:
+                stack.enter_context(folder.locked())
+            except RunInUseError as error:
+                in_use = error
+                continue
+            if folder.status() in (None, "unfinished"):  # another process may have finished it meanwhile
+                tracks.append(Track.start_or_resume(plan, folder, folder.wanted["seed"]))
         if tracks:
-            reporter = stack.enter_context(Reporter(Path(path).name, tracks, wandb=wandb, progress=progress))
+            reporter = stack.enter_context(Reporter(name, tracks, wandb=wandb, progress=progress))
             _train(tracks, reporter, save_every_seconds)
-    return [Run.open(folder.path) for folder in folders]
+    if in_use is not None:
+        raise in_use
+    return [Run.open(folder.path) for _, folder in runs]
 
 
 def _train(tracks: Sequence[Track], reporter: Reporter, save_every_seconds: float) -> None:
