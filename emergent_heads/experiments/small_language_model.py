@@ -7,7 +7,6 @@ read as any other; nothing in the analysis knows that it was made here.
 """
 
 import json
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,10 +20,12 @@ from emergent_heads import notebook
 from emergent_heads.errors import ArgumentError
 from emergent_heads.randomness import derive_seed, numpy_generator
 from emergent_heads.storage import write_json
+from emergent_heads.tasks.encoded_text import STANDARD_LIBRARY, TextSource, train_tokenizer
+from emergent_heads.tasks.text import passages
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
+    from transformers import GPTNeoXForCausalLM
 
 TRAINING_FILE = "training.json"
 
@@ -104,36 +105,18 @@ def tokens_seen(path: Path | str, *, at_least: int = 50) -> list[int]:
 
 def standard_library_text(n_characters: int = 1_000_000) -> str:
     """The beginning of the Python standard library's top-level modules, in ASCII: more than a training reads."""
-    text = ""
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if len(text) >= n_characters:
-            break
-        text += file.read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore").decode()
-    return text[:n_characters]
-
-
-def train_tokenizer(text: str, vocabulary_size: int) -> "PreTrainedTokenizerFast":
-    """A byte-pair encoding of `vocabulary_size` tokens trained on `text`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocabulary_size, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return "".join(TextSource((STANDARD_LIBRARY,), separator=None).documents())[:n_characters]
 
 
 def batches(text: Int[np.ndarray, " token"], recipe: Recipe) -> Iterator[Int[np.ndarray, "row pos"]]:
     """One batch of token ids per step: `repeated_rows` rows of a passage over and over, then rows of plain text."""
     draw = numpy_generator(recipe.seed, "small language model", "batches")
     shortest, longest = recipe.passage
-    places = np.arange(recipe.context)
     for _ in range(recipe.steps):
         starts = draw.integers(len(text) - recipe.context, size=recipe.rows)
         lengths = draw.integers(shortest, longest + 1, size=recipe.rows)
         lengths[recipe.repeated_rows :] = recipe.context
-        yield text[starts[:, None] + places[None, :] % lengths[:, None]]
+        yield passages(text, starts, lengths, recipe.context)
 
 
 def _train(folder: Path, recipe: Recipe, progress_row: int | None) -> None:
@@ -141,7 +124,7 @@ def _train(folder: Path, recipe: Recipe, progress_row: int | None) -> None:
     from tqdm.auto import tqdm
 
     text = standard_library_text()
-    tokenizer = train_tokenizer(text, recipe.vocabulary_size)
+    tokenizer = train_tokenizer([text], recipe.vocabulary_size, end_of_text=None)
     encoded = np.array(tokenizer.backend_tokenizer.encode(text).ids)
     model = _new_model(recipe)
     optimizer = _optimizer(model, recipe)
