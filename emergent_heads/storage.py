@@ -191,6 +191,10 @@ class KeptTables:
             except OutputError:
                 pass
 
+    def add(self, other: "KeptTables") -> None:
+        """Takes over the tables that `other` has in memory."""
+        self._memory.update(other._memory)
+
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.parquet"

@@ -27,6 +27,7 @@ GROUND = {
     "processes",
     "jobs",
     "executors",
+    "workers",
 }
 
 

@@ -1,11 +1,13 @@
 """The checkpoints of a run, in order, wherever they come from."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from uuid import uuid4
 
 from emergent_heads import notebook
 from emergent_heads.checkpoints.directory import DirectorySource
@@ -16,6 +18,7 @@ from emergent_heads.checkpoints.known_issues import issue_to_mark, issues_of, ma
 from emergent_heads.checkpoints.run import CHECKPOINTS, RunSource, is_small_run, read_manifest
 from emergent_heads.errors import ArgumentError, CheckpointError, KnownBadCheckpointError, UnknownStepError
 from emergent_heads.storage import KeptTables, cache_folder
+from emergent_heads.workers import kept_by_worker
 
 if TYPE_CHECKING:
     from emergent_heads.checkpoints.verification import Verification
@@ -104,12 +107,29 @@ class Checkpoint:
         return notebook.page(notebook.card(f"Checkpoint at step {self.step}", fields))
 
 
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a worker's copy of a series came to know, for the series itself.
+
+    Attributes:
+        problems: as those of the series.
+        fingerprints: of the weights that were read, by step.
+        steps_to_warn_of: those used whose published weights are known to be wrong.
+    """
+
+    problems: Mapping[int, str]
+    fingerprints: "Mapping[int, Fingerprint]"
+    steps_to_warn_of: frozenset[int]
+
+
 @dataclass(eq=False, repr=False)
 class CheckpointSeries:
     """The checkpoints of a run, in order.
 
     `series[step]` is by step, never by place; `series.first`, `series.last`, `series.steps`, `len` and iteration do
     what they say. Make one by `emergent_heads.suite`, `from_hub`, `from_directory`, `from_loader` or `from_run`.
+
+    A series can be pickled, and so can its checkpoints: what it is and what is known of it go along, models do not.
 
     Attributes:
         source: where the checkpoints come from.
@@ -134,9 +154,20 @@ class CheckpointSeries:
     _hooked: "HookedModel | None" = field(default=None, init=False)
     _hooked_step: int | None = field(default=None, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
+    _to_warn_of: set[int] | None = field(default=None, init=False)  # steps, of a worker's copy, which warns of none
+    _key: str = field(default_factory=lambda: uuid4().hex, init=False)  # the same in all copies
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, here or in another process: no models, and no evaluations but those that no file keeps."""
+        state = {**vars(self), "source": _without_caches(self.source), "_hooked": None, "_resident": None}
+        state |= {name: copy.copy(state[name]) for name in ("problems", "_fingerprints", "_warned")}
+        state |= {"_hooked_step": None, "_to_warn_of": None}
+        if not isinstance(self.source, LoaderSource):
+            state.pop("evaluations", None)
+        return state
 
     @classmethod
     def from_hub(
@@ -329,10 +360,13 @@ class CheckpointSeries:
         """
         issue = issue_to_mark(self.repository, step)
         if issue is not None and issue.warns:
+            warned = self._warned if self._to_warn_of is None else {issue.mark}
             try:
-                met(issue, self.name, step, allowed=self.allow_known_bad, warned=self._warned)
+                met(issue, self.name, step, allowed=self.allow_known_bad, warned=warned)
             except KnownBadCheckpointError as error:
                 raise self._noted(step, error) from error
+            if self._to_warn_of is not None:
+                self._to_warn_of.add(step)
 
     def tokens_seen(self, step: int) -> int | None:
         """Tokens the model had seen in training at `step`; None where the suite does not tell.
@@ -396,6 +430,36 @@ class CheckpointSeries:
     def unload(self) -> None:
         """Drops the resident model, which `hooked` makes anew when it is needed again."""
         self._resident = self._hooked = self._hooked_step = None
+
+    def in_worker(self) -> "CheckpointSeries":
+        """The copy of this series that all jobs of one worker share, with its resident model.
+
+        It warns of no known issue: whoever sent it does, by `learn`.
+        """
+        series = kept_by_worker(self._key, self.for_worker)
+        if isinstance(self.source, LoaderSource):
+            series.evaluations.add(self.evaluations)  # which other workers may have made since
+        return series
+
+    def for_worker(self) -> "CheckpointSeries":
+        """A copy of its own for one worker."""
+        series = copy.copy(self)
+        series._to_warn_of = set()
+        return series
+
+    def learned(self) -> Learned:
+        """What is known so far, for `learn`."""
+        return Learned(dict(self.problems), dict(self._fingerprints), frozenset(self._to_warn_of or ()))
+
+    def learn(self, learned: Learned) -> None:
+        """Takes over what a worker's copy came to know, and warns of what it used, once per issue."""
+        for step in learned.fingerprints:
+            self.problems.pop(step, None)
+        self.problems.update(learned.problems)
+        for step, fingerprint in learned.fingerprints.items():
+            self._note_identical(step, fingerprint)
+        for step in sorted(learned.steps_to_warn_of):
+            self.check_known_issues(step)
 
     def _swap_in(self, source: FolderSource, step: int) -> "HookedModel":
         from emergent_heads.checkpoints.weights import Resident, architecture_of, load_tokenizer
@@ -561,6 +625,14 @@ class LoaderSource:
             return self.function(step)
         except (OSError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(f"the loader raised {type(error).__name__}: {error}") from error
+
+
+def _without_caches(source: Any) -> Any:
+    """The source with a full path, and without what it has read; commits that the hub told stay the same."""
+    light = replace(source, path=source.path.absolute()) if hasattr(source, "path") else replace(source)
+    if "_commits" in vars(source):
+        vars(light)["_commits"] = source._commits
+    return light
 
 
 def _some(values: Sequence[object], most: int = 6) -> str:
