@@ -5,7 +5,7 @@ Arise Randomly from Learning Sparse Attention Patterns" (arXiv 2606.25010). Real
 each result also says where the crossing that lasts is, and what the search could not know.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -15,14 +15,17 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from emergent_heads import notebook
-from emergent_heads.analysis.evaluation import SeriesEvaluations
+from emergent_heads.analysis.evaluation import Measured, SeriesEvaluations
 from emergent_heads.analysis.search import STRATEGIES, Found, Strategy, persistent_place, search
+from emergent_heads.analysis.sending import check_series_travel, modules_of
 from emergent_heads.checkpoints.known_issues import is_grave, marks_in
 from emergent_heads.errors import ArgumentError, CheckpointError, EmergenceError, nearest
+from emergent_heads.jobs import Ended, Executor, Job, cores, run_jobs
 from emergent_heads.plots import emergence as emergence_plots
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.statistics import censored_median, restricted_mean, share_interval
 from emergent_heads.tasks.task import PromptTask
+from emergent_heads.workers import raise_failures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from emergent_heads.checkpoints.series import CheckpointSeries
 
 Status = Literal["emerged", "never", "from the start"]
+_MOST_IN_PIECE = 8  # checkpoints of a scan that one job evaluates
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
@@ -174,6 +178,8 @@ def find_emergence(
     *,
     threshold: float = 0.5,
     batch_size: int = 64,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> EmergencePoint: ...
 @overload
@@ -184,6 +190,8 @@ def find_emergence(
     *,
     threshold: float = 0.5,
     batch_size: int = 64,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> list[EmergencePoint]: ...
 def find_emergence(
@@ -193,6 +201,8 @@ def find_emergence(
     *,
     threshold: float = 0.5,
     batch_size: int = 64,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> EmergencePoint | list[EmergencePoint]:
     """Finds where a series comes to pass the threshold on a task.
@@ -209,41 +219,33 @@ def find_emergence(
             neighbours and at a spread of earlier and later checkpoints, and searches on below an earlier pass.
         threshold: share of prompts, above 0 and up to 1.
         batch_size: prompts per forward pass.
+        executor: anything whose `submit(function, *arguments)` gives futures. A scan is divided into pieces, of which
+            each worker evaluates some; the other strategies search in one worker. What comes out is the same.
+        workers: processes of this machine in its place; 0 searches in this process, None takes one for each core.
         progress: shows a progress bar in terminals and notebooks.
 
     Returns:
         The point of emergence; a list in the order of the tasks if several were given.
 
     Raises:
-        ArgumentError: unknown strategy, a threshold outside its range, no task.
+        ArgumentError: unknown strategy, a threshold outside its range, no task, both an executor and workers, or
+            something that cannot be sent to another process.
         CheckpointError: no checkpoint of the series can be used, or one would run code when read.
         TokenizerError, PromptError: the prompts do not fit the model.
     """
     several = isinstance(task, Sequence)
     tasks = list(task) if several else [task]
-    _check_strategy(strategy)
-    if not 0 < threshold <= 1:
-        raise ArgumentError(f"threshold is {threshold}: it is a share of prompts, above 0 and up to 1")
-    if not tasks:
-        raise ArgumentError("no task given: give a task, or a list with at least one")
-    total = len(series.steps) if strategy == "scan" else None
-    with tqdm(total=total, desc=series.name, unit="checkpoint", leave=False, **notebook.bar(progress)) as bar:
-        evaluations = SeriesEvaluations(series, tasks, batch_size, done=bar.update)
-        found = [_search_series(evaluations, index, strategy, threshold) for index in range(len(tasks))]
-    names = _names(tasks)
-    points = [
-        _point(
-            one,
-            steps=series.steps,
-            table=_with_passed(evaluations.table(index), "share_matched", threshold),
-            series=series.name,
-            task=names[index],
-            threshold=threshold,
-            strategy=strategy,
-            problems=evaluations.problems(),
-        )
-        for index, one in enumerate(found)
-    ]
+    _check_search(tasks, strategy, threshold)
+    if executor is None and workers == 0:
+        total = len(series.steps) if strategy == "scan" else None
+        with tqdm(total=total, desc=series.name, unit="checkpoint", leave=False, **notebook.bar(progress)) as bar:
+            evaluations = SeriesEvaluations(series, tasks, batch_size, done=bar.update)
+            for index in range(len(tasks)):
+                _search(evaluations, index, strategy, threshold)
+    else:
+        options: dict[str, Any] = {"executor": executor, "workers": workers, "progress": progress}
+        (evaluations,) = _searched_by_workers([series], tasks, strategy, threshold, batch_size, **options)
+    points = _points(evaluations, strategy, threshold)
     return points if several else points[0]
 
 
@@ -254,9 +256,15 @@ def emergence_table(
     *,
     threshold: float = 0.5,
     batch_size: int = 64,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> EmergenceTable:
     """Points of emergence of each series on each task, with a summary per size; arguments as in `find_emergence`.
+
+    With an executor or workers, each series is a job, or several in a scan, and a checkpoint is read once for all
+    tasks. A series that fails costs the others nothing: their evaluations are kept, and the error is raised at the
+    end. A worker that is lost costs the evaluation it was at.
 
     Raises:
         ArgumentError: as `find_emergence`; also no series, or the same task or name of a series twice.
@@ -268,12 +276,35 @@ def emergence_table(
     _check_distinct("series of the same name", [one.name for one in series])
     _check_distinct("tasks", _names(tasks))
     points, rows = [], []
-    for one in series:
-        found = find_emergence(one, tasks, strategy, threshold=threshold, batch_size=batch_size, progress=progress)
-        one.unload()  # one model in memory, however many series there are
+    for one, found in _found(series, tasks, strategy, threshold, batch_size, executor, workers, progress):
         points += found
         rows += [_row(point, size=one.size, seed=one.seed) for point in found]
     return _emergence_table(points, rows, strategy, threshold)
+
+
+def _found(
+    series: Sequence["CheckpointSeries"],
+    tasks: Sequence[PromptTask],
+    strategy: Strategy,
+    threshold: float,
+    batch_size: int,
+    executor: Executor | None,
+    workers: int | None,
+    progress: bool,
+) -> Iterator[tuple["CheckpointSeries", list[EmergencePoint]]]:
+    """Each series with its points."""
+    if executor is None and workers == 0:
+        for one in series:
+            yield (
+                one,
+                find_emergence(one, tasks, strategy, threshold=threshold, batch_size=batch_size, progress=progress),
+            )
+            one.unload()  # one model in memory, however many series there are
+        return
+    _check_search(tasks, strategy, threshold)
+    options: dict[str, Any] = {"executor": executor, "workers": workers, "progress": progress}
+    for evaluations in _searched_by_workers(series, tasks, strategy, threshold, batch_size, **options):
+        yield evaluations.series, _points(evaluations, strategy, threshold)
 
 
 def emergence_from_table(
@@ -321,18 +352,110 @@ def emergence_from_table(
     return _emergence_table(points, rows, strategy, threshold)
 
 
-def _search_series(evaluations: SeriesEvaluations, task: int, strategy: Strategy, threshold: float) -> Found:
+def _search(evaluations: SeriesEvaluations, task: int, strategy: Strategy, threshold: float) -> Found:
     series = evaluations.series
 
     def passes(place: int) -> bool | None:
         measured = evaluations.at(series.steps[place])
         return None if measured is None else measured[task]["share_matched"] >= threshold
 
-    found = search(strategy, len(series.steps), passes)
-    if all(answer is None for answer in found.answers.values()):
+    return search(strategy, len(series.steps), passes)
+
+
+def _points(evaluations: SeriesEvaluations, strategy: Strategy, threshold: float) -> list[EmergencePoint]:
+    """The points of all tasks, once all that the searches ask for has been measured.
+
+    Raises:
+        CheckpointError: no checkpoint of the series can be used.
+    """
+    series, tasks = evaluations.series, evaluations.tasks
+    found = [_search(evaluations, index, strategy, threshold) for index in range(len(tasks))]
+    if all(answer is None for answer in found[0].answers.values()):
         reason = evaluations.problems()[series.steps[-1]]
         raise CheckpointError(f"none of the {len(series.steps)} checkpoints of {series.name} can be used: {reason}")
+    return [
+        _point(
+            one,
+            steps=series.steps,
+            table=_with_passed(evaluations.table(index), "share_matched", threshold),
+            series=series.name,
+            task=name,
+            threshold=threshold,
+            strategy=strategy,
+            problems=evaluations.problems(),
+        )
+        for index, (one, name) in enumerate(zip(found, _names(tasks), strict=True))
+    ]
+
+
+# ---- searches by workers ----
+
+
+def _searched_by_workers(
+    series: Sequence["CheckpointSeries"],
+    tasks: Sequence[PromptTask],
+    strategy: Strategy,
+    threshold: float,
+    batch_size: int,
+    *,
+    executor: Executor | None,
+    workers: int | None,
+    progress: bool,
+) -> list[SeriesEvaluations]:
+    """Evaluations of each series, all that the searches will ask for.
+
+    Raises:
+        Exception: the first error of a job, after all jobs have ended.
+    """
+    check_series_travel(executor, series, {f"the task {task.name}": task for task in tasks})
+    jobs: list[Job] = []
+    evaluations: dict[Job, SeriesEvaluations] = {}
+    found = [SeriesEvaluations(one, tasks, batch_size) for one in series]
+    for one, of_one in zip(series, found, strict=True):
+        if strategy == "scan":
+            size = _piece_size(len(one.steps) * len(series), workers if executor is None else 0)
+            pieces = [one.steps[start : start + size] for start in range(0, len(one.steps), size)]
+            new = [Job(one.name, _measure, (one, tasks, batch_size, piece), size=len(piece)) for piece in pieces]
+        else:
+            new = [Job(one.name, _measure_by_searching, (one, tasks, batch_size, strategy, threshold))]
+        jobs += new
+        evaluations |= dict.fromkeys(new, of_one)
+    failed: list[Ended] = []
+    how: dict[str, Any] = {"workers": workers, "modules": modules_of(series, tasks), "progress": progress}
+    unit = "checkpoint" if strategy == "scan" else "series"
+    for ended in run_jobs(jobs, executor, title="emergence", unit=unit, **how):
+        if ended.error is None:
+            evaluations[ended.job].take(ended.value)
+        else:
+            failed.append(ended)
+    raise_failures(sorted(failed, key=lambda ended: jobs.index(ended.job)), len(jobs))
     return found
+
+
+def _piece_size(n_checkpoints: int, workers: int | None) -> int:
+    """Checkpoints that one job of a scan evaluates: few enough for two jobs a worker, as far as one knows."""
+    jobs = 2 * (cores() if workers is None else workers)
+    return min(_MOST_IN_PIECE, -(-n_checkpoints // jobs)) if jobs else _MOST_IN_PIECE
+
+
+def _measure(
+    series: "CheckpointSeries", tasks: Sequence[PromptTask], batch_size: int, steps: Sequence[int]
+) -> Measured:
+    """The job of some checkpoints."""
+    evaluations = SeriesEvaluations(series.in_worker(), tasks, batch_size)
+    for step in steps:
+        evaluations.at(step)
+    return evaluations.measured
+
+
+def _measure_by_searching(
+    series: "CheckpointSeries", tasks: Sequence[PromptTask], batch_size: int, strategy: Strategy, threshold: float
+) -> Measured:
+    """The job of a whole series: what the searches of all tasks ask for."""
+    evaluations = SeriesEvaluations(series.in_worker(), tasks, batch_size)
+    for index in range(len(tasks)):
+        _search(evaluations, index, strategy, threshold)
+    return evaluations.measured
 
 
 def _point_from_scores(
@@ -503,6 +626,14 @@ def _names(tasks: Sequence[PromptTask]) -> list[str]:
     """Names of the tasks; those that share one are told apart by their arguments."""
     names = [task.name for task in tasks]
     return [name if names.count(name) == 1 else repr(task) for name, task in zip(names, tasks, strict=True)]
+
+
+def _check_search(tasks: Sequence[PromptTask], strategy: str, threshold: float) -> None:
+    _check_strategy(strategy)
+    if not 0 < threshold <= 1:
+        raise ArgumentError(f"threshold is {threshold}: it is a share of prompts, above 0 and up to 1")
+    if not tasks:
+        raise ArgumentError("no task given: give a task, or a list with at least one")
 
 
 def _check_strategy(strategy: str) -> None:

@@ -3,7 +3,7 @@
 Evaluations of a series' checkpoints are kept and reused: same weights, same prompts, same numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from emergent_heads.tasks.task import PromptBatch, PromptTask
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
+    from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries, Learned
     from emergent_heads.models.hooked import HookedModel
 
 
@@ -163,6 +163,25 @@ def score_logits(logits: Float[Tensor, "prompt vocabulary"], targets: Int[Tensor
     )
 
 
+Rows = list[dict[str, float]] | None
+"""What was measured at a step, per task; None where the checkpoint cannot be used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a worker measured, to be sent back.
+
+    Attributes:
+        rows: by step.
+        tables: new evaluations by key, to be kept.
+        learned: of the series.
+    """
+
+    rows: Mapping[int, Rows]
+    tables: Mapping[str, pd.DataFrame]
+    learned: "Learned"
+
+
 @dataclass
 class SeriesEvaluations:
     """Evaluations of one series on the tasks of one call; each checkpoint is loaded at most once, for all tasks.
@@ -179,12 +198,26 @@ class SeriesEvaluations:
     batch_size: int = 64
     done: Callable[[], object] = lambda: None
     _batches: list[PromptBatch] | None = None
-    _rows: dict[int, list[dict[str, float]] | None] = field(default_factory=dict)
+    _rows: dict[int, Rows] = field(default_factory=dict)
+    _new: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._kept: KeptTables = self.series.evaluations
 
-    def at(self, step: int) -> list[dict[str, float]] | None:
+    @property
+    def measured(self) -> Measured:
+        """All of it, for `take`."""
+        return Measured(self._rows, self._new, self.series.learned())
+
+    def take(self, measured: Measured) -> None:
+        """Takes over what a worker measured."""
+        self.series.learn(measured.learned)
+        self._rows.update(measured.rows)
+        for key, table in measured.tables.items():
+            if self._kept.get(key) is None:  # on a disk that the worker shares it is there already
+                self._kept.put(key, table)
+
+    def at(self, step: int) -> Rows:
         """Per task what was measured at `step`; None where the checkpoint cannot be used (`series.problems` says why).
 
         Raises:
@@ -204,7 +237,7 @@ class SeriesEvaluations:
         """What is wrong with the checkpoints met so far."""
         return {step: self.series.problems[step] for step in sorted(self._rows) if step in self.series.problems}
 
-    def _measure_if_usable(self, step: int) -> list[dict[str, float]] | None:
+    def _measure_if_usable(self, step: int) -> Rows:
         try:
             return self._measure(step)
         except UnsafeWeightsError:
@@ -227,6 +260,7 @@ class SeriesEvaluations:
                 name = f"{self.series.name} at step {step}"
                 table = evaluate_batch(load(), batch, name=name, batch_size=self.batch_size)
                 self._kept.put(key, table)
+                self._new[key] = table
             rows.append(_summary_row(step, table, reused))
         return rows
 
