@@ -153,28 +153,6 @@ def test_each_label_can_have_a_penalty_of_its_own():
         assert np.linalg.norm(own.weights[number].numpy() - wanted) <= 1e-2 * np.linalg.norm(wanted)
 
 
-def test_a_near_start_saves_work_and_changes_nothing():
-    x, labels = separable()
-    random = np.random.default_rng(0)
-    moved = torch.from_numpy(x + 0.01 * random.normal(size=x.shape).astype(np.float32))
-    before = Activations(torch.from_numpy(x)).logistic(torch.from_numpy(labels), PENALTIES)
-    cold, warm = Activations(moved), Activations(moved)
-    from_nothing = cold.logistic(torch.from_numpy(labels), PENALTIES)
-    from_before = warm.logistic(torch.from_numpy(labels), PENALTIES, before)
-    assert warm.products < 0.7 * cold.products
-    for one, other in zip(from_nothing, from_before, strict=True):
-        assert ((one.weights - other.weights).norm(dim=1) <= 2e-3 * one.weights.norm(dim=1)).all()
-
-
-def test_a_far_start_is_not_used():
-    x, labels = noisy()
-    activations = Activations(torch.from_numpy(x))
-    far = [Readouts(torch.full((3, 12), 1e4), torch.zeros(3))] * len(PENALTIES)
-    wanted = activations.logistic(torch.from_numpy(labels), PENALTIES)
-    for found, alone in zip(activations.logistic(torch.from_numpy(labels), PENALTIES, far), wanted, strict=True):
-        torch.testing.assert_close(found.weights, alone.weights, rtol=0, atol=2e-3 * float(alone.weights.norm()))
-
-
 def test_activations_that_say_nothing_give_the_frequencies():
     labels = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
     (readouts,) = Activations(torch.full((4, 3), 2.5)).logistic(labels, [1.0])

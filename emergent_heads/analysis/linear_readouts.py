@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 _MOST_NEWTON_STEPS = 100
 _MOST_CG_STEPS = 200
@@ -71,31 +70,17 @@ class Activations:
             self._in_units(torch.cat([moments / (self._variances + 1 / c), means[:, None]], dim=1)) for c in penalties
         ]
 
-    def logistic(
-        self,
-        labels: Float[Tensor, "label row"],
-        penalties: Sequence[float],
-        start: Sequence[Readouts] | None = None,
-    ) -> list[Readouts]:
+    def logistic(self, labels: Float[Tensor, "label row"], penalties: Sequence[float]) -> list[Readouts]:
         """Logistic regression for each C of `penalties`, each from the solution before, so give them ascending.
 
         Args:
             labels: 0 and 1; no label may be constant.
             penalties: values of C.
-            start: one for each C, to start from where they fit better: the same labels' readouts from activations that
-                are nearly the same, such as those of a checkpoint shortly before.
         """
         labels = labels.to(self._rows)
         weights = self._prior(labels)
-        starts = [] if start is None else [self._from_units(each) for each in start]
         found = []
-        for number, c in enumerate(penalties):
-            if starts:
-                near = starts[number]
-                if number:  # moved as the one before had to be moved
-                    near = near + weights - starts[number - 1]
-                better = self._objective(near, labels, c) < self._objective(weights, labels, c)
-                weights = torch.where(better[:, None], near, weights)
+        for c in penalties:
             weights = self._newton(weights, 1 - 2 * labels, self._penalty_of(labels, [c] * len(labels)))
             found.append(self._in_units(weights.double()))
         return found
@@ -204,11 +189,6 @@ class Activations:
         weights[:, -1] = torch.logit(labels.mean(1))
         return weights
 
-    def _objective(self, weights: Tensor, labels: Tensor, c: float) -> Float[Tensor, " label"]:
-        z = weights @ self._columns
-        losses = functional.softplus(z).sub_(labels * z).double().sum(1)
-        return losses + weights[:, :-1].double().square().sum(1) / (2 * c)
-
     def _penalty_of(self, labels: Tensor, penalties: Sequence[float]) -> Float[Tensor, "label d1"]:
         """What the penalty adds to the Hessian's diagonal."""
         penalty = (1 / torch.tensor(penalties, device=labels.device, dtype=labels.dtype))[:, None]
@@ -220,11 +200,6 @@ class Activations:
         """Readouts in the units of the activations."""
         own = weights[:, :-1] @ self._axes.T
         return Readouts(own.float(), (weights[:, -1] - own @ self._mean).float())
-
-    def _from_units(self, readouts: Readouts) -> Float[Tensor, "label d1"]:
-        own = readouts.weights.to(self._axes)
-        intercepts = readouts.intercepts.to(self._mean) + own @ self._mean
-        return torch.cat([own @ self._axes, intercepts[:, None]], dim=1).to(self._rows)
 
 
 def _principal_axes(centred: Float[Tensor, "row d"]) -> tuple[Float[Tensor, "d axis"], Float[Tensor, " axis"]]:

@@ -1,6 +1,6 @@
 """Fitting the probes of one model: activations streamed site by site, all labels of a site solved together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,8 +19,6 @@ from emergent_heads.randomness import numpy_generator
 _TOKENS_AT_ONCE = 2**13  # of a forward pass
 FitKey = tuple[str, int, int]
 """`(feature, place, layer)`."""
-Starts = Mapping[FitKey, Sequence[Readouts]]
-"""Readouts at each penalty, to start from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +30,6 @@ class Fit:
         target: what it reads.
         penalty: C, chosen on the validation rows.
         readouts: weights and intercepts of the components that vary.
-        path: the same at each of the penalties, to start from at another checkpoint; empty for continuous features.
         validation_loss: by which it is chosen.
         scores: on the test rows.
         shuffled: the same fitted to training labels in random order, and its test loss; None where not asked for.
@@ -42,7 +39,6 @@ class Fit:
     target: Target
     penalty: float
     readouts: Readouts
-    path: tuple[Readouts, ...]
     validation_loss: float
     scores: Scores
     shuffled: tuple[Readouts, float] | None
@@ -75,7 +71,6 @@ class Fitting:
         data: ProbeData,
         *,
         shuffled: bool,
-        start: Starts | None = None,
         done: Callable[[], object] = lambda: None,
     ) -> list[Fit]:
         """Fits all probes of a model.
@@ -84,7 +79,6 @@ class Fitting:
             model: whose residual stream is read.
             data: rows and labels.
             shuffled: whether to fit shuffled labels as well.
-            start: readouts to start from, where they help.
             done: called after each layer of each site.
 
         Raises:
@@ -92,7 +86,7 @@ class Fitting:
         """
         found = []
         for layer, site, x in self.blocks(model, data):
-            found += self.fit_site(layer, site, x, shuffled=shuffled, start=start or {})
+            found += self.fit_site(layer, site, x, shuffled=shuffled)
             done()
         return found
 
@@ -128,14 +122,13 @@ class Fitting:
         x: Float[Tensor, "here d_model"],
         *,
         shuffled: bool,
-        start: Starts,
     ) -> list[Fit]:
         activations = Activations(x[site.train])
         found = []
         for continuous in (False, True):
             targets = [target for target in site.targets if target.continuous == continuous]
             if targets:
-                found += self._fit_targets(layer, site, x, activations, targets, shuffled=shuffled, start=start)
+                found += self._fit_targets(layer, site, x, activations, targets, shuffled=shuffled)
         return found
 
     def _fit_targets(
@@ -147,7 +140,6 @@ class Fitting:
         targets: Sequence[Target],
         *,
         shuffled: bool,
-        start: Starts,
     ) -> list[Fit]:
         continuous = targets[0].continuous
         labels = torch.cat([target.labels for target in targets]).to(x.device)
@@ -155,7 +147,7 @@ class Fitting:
         if continuous:
             path = activations.ridge(train, self.penalties)
         else:
-            path = activations.logistic(train, self.penalties, _joined(start, targets, layer))
+            path = activations.logistic(train, self.penalties)
         by_penalty = np.stack([losses(each(x[site.validation]), validation, continuous=continuous) for each in path])
         parts = label_slices(targets)
         chosen = [int(by_penalty[:, part].mean(1).argmin()) for part in parts]
@@ -174,7 +166,6 @@ class Fitting:
                     target=target,
                     penalty=self.penalties[chosen[number]],
                     readouts=readouts[number],
-                    path=() if continuous else tuple(_part(each, part) for each in path),
                     validation_loss=float(by_penalty[chosen[number], part].mean()),
                     scores=scores(readouts[number](x[site.test]), test, continuous=continuous),
                     shuffled=control,
@@ -235,15 +226,3 @@ def label_slices(targets: Sequence[Target]) -> list[slice]:
 
 def _part(readouts: Readouts, part: slice) -> Readouts:
     return Readouts(readouts.weights[part], readouts.intercepts[part])
-
-
-def _joined(start: Starts, targets: Sequence[Target], layer: int) -> list[Readouts] | None:
-    """The readouts to start from of all targets, where there are some for each."""
-    found = [start.get((*target.key, layer)) for target in targets]
-    if not all(found):
-        return None
-    by_penalty = zip(*(each for each in found if each), strict=True)
-    return [
-        Readouts(torch.cat([each.weights for each in of_one]), torch.cat([each.intercepts for each in of_one]))
-        for of_one in by_penalty
-    ]

@@ -5,7 +5,7 @@ by any network with that many dimensions. So every probe stands beside the losse
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +20,12 @@ from emergent_heads.analysis.baselines import token_baselines
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.linear_readouts import Readouts
 from emergent_heads.analysis.probe_data import Features, ProbeData, Site, Target, choose_features, draw_data
-from emergent_heads.analysis.probe_fits import Fit, FitKey, Fitting, Starts
+from emergent_heads.analysis.probe_fits import Fit, FitKey, Fitting
 from emergent_heads.analysis.probe_folder import ProbeFolder
 from emergent_heads.analysis.readout_scores import Scores
+from emergent_heads.analysis.sending import check_series_travel, modules_of
 from emergent_heads.checkpoints.known_issues import mark_of, mark_steps, marks_in, marks_of
-from emergent_heads.checkpoints.series import CheckpointSeries
+from emergent_heads.checkpoints.series import CheckpointSeries, Learned
 from emergent_heads.errors import (
     ArgumentError,
     CheckpointError,
@@ -33,11 +34,13 @@ from emergent_heads.errors import (
     nearest,
     whole_number,
 )
+from emergent_heads.jobs import Ended, Executor, Job, run_jobs
 from emergent_heads.models.hooked import EMBEDDING, HookedModel, hooked
 from emergent_heads.models.untrained import untrained
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
+from emergent_heads.workers import raise_failures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -351,7 +354,7 @@ def fit_probes(
         fits = fitting.fit(the_model, data, shuffled=True, done=bar.update)
     about = {**_about(task, chosen, settings, data), "analysis": "fit_probes", "model": model_name(model)}
     about["known_issues"] = marks_of(model)
-    return _probes(fits, data, baselines, about, chosen)
+    return _probes(fits, data, baselines, about, [feature.name for feature in chosen])
 
 
 def probe_series(
@@ -368,24 +371,30 @@ def probe_series(
     penalties: Sequence[float] = PENALTIES,
     n_untrained: int = 2,
     memory_gb: float = 1.0,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> ProbeSeries:
     """Fits the probes of `fit_probes` at the checkpoints of a series.
 
-    All checkpoints are read on the same rows and stand beside the same baselines, which are found once; the probes of
-    each start from those of the checkpoint before. Checkpoints that cannot be used are passed over and noted in
-    `.problems`.
+    All checkpoints are read on the same rows and stand beside the same baselines, which are found once and here. No
+    checkpoint needs another's probes. Checkpoints that cannot be used are passed over and noted in `.problems`.
 
     Args:
         series: the checkpoints.
         task, features, n_train, n_test, layers, seed, penalties, n_untrained, memory_gb: as in `fit_probes`.
         steps: which checkpoints; all by default.
         path: a folder where the probes of each checkpoint are kept, so that a call that was stopped goes on where it
-            was, and `open_probes` reads them later. A checkpoint whose file has changed is probed again.
+            was, and `open_probes` reads them later. A checkpoint whose file has changed is probed again. Workers write
+            there, so other machines must see it under the same path.
+        executor: anything whose `submit(function, *arguments)` gives futures: each checkpoint is a job. What comes out
+            is the same. A checkpoint that fails costs the others nothing; the error is raised at the end.
+        workers: processes of this machine in its place; 0 probes in this process, None takes one for each core.
         progress: whether to show a bar.
 
     Raises:
-        ArgumentError: as `fit_probes`, or no steps.
+        ArgumentError: as `fit_probes`, no steps, both an executor and workers, or a loader that cannot be sent to
+            another process.
         UnknownStepError: the series has no such step.
         RunFolderError: `path` holds probes of other settings; the message names the differences.
         CheckpointError: none of the checkpoints can be used.
@@ -407,36 +416,20 @@ def probe_series(
         baselines = _baselines(model, data, fitting, settings.n_untrained, lambda _=1: None)
         if folder is not None:
             folder.keep_baselines(baselines)
-    by_step: dict[int, Probes] = {}
-    start: Starts | None = None
-    for step in tqdm(wanted, desc="checkpoints", unit="checkpoint", leave=False, **notebook.bar(progress)):
-        try:
-            series.check_known_issues(step)  # also where its probes are kept
-        except CheckpointError as error:
-            problems[step] = str(error)
-            continue
-        identity = series.identity(step)
-        kept = None if folder is None else folder.read(step, identity)
-        if kept is not None:
-            by_step[step] = _unpacked(*kept, about)
-            start = None
-        elif step not in problems:
-            try:
-                fits = fitting.fit(series.hooked(step), data, shuffled=True, start=start)
-            except UnsafeWeightsError:
-                raise
-            except (CheckpointError, NotFiniteError) as error:
-                problems[step] = str(error)
-                continue
-            start = {fit.key: fit.path for fit in fits}
-            by_step[step] = _probes(fits, data, baselines, about, chosen)
-            if folder is not None:
-                folder.keep(step, by_step[step].table, _packed(by_step[step]), identity)
+    if folder is not None:
+        folder = replace(folder, path=folder.path.absolute())  # where workers are elsewhere
+    work = _Work(fitting, data, baselines, about, tuple(feature.name for feature in chosen), folder)
+    by_step, missing = _kept(series, wanted, work, problems)
+    for step, outcome in _probed(series, missing, work, len(by_step), executor, workers, progress):
+        if isinstance(outcome, Probes):
+            by_step[step] = outcome
+        else:
+            problems[step] = outcome
     if not by_step:
         raise CheckpointError(
             f"no checkpoint of {series.name} can be used; at step {min(problems)}: {problems[min(problems)]}"
         )
-    return _series(by_step, about, problems)
+    return _series(dict(sorted(by_step.items())), about, dict(sorted(problems.items())))
 
 
 def open_probes(path: Path | str) -> ProbeSeries:
@@ -449,6 +442,105 @@ def open_probes(path: Path | str) -> ProbeSeries:
     folder = ProbeFolder.read_only(path)
     about = folder.settings
     return _series({step: _unpacked(*folder.kept(step), about) for step in folder.steps}, about, {})
+
+
+# ---- checkpoints ----
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What it takes to probe a checkpoint; can be sent to workers, as the features have been read.
+
+    Attributes:
+        fitting, data, baselines: how, on what, and beside what.
+        about: of the result.
+        features: their names, in order.
+        folder: where the probes are kept, if they are.
+    """
+
+    fitting: Fitting
+    data: ProbeData
+    baselines: pd.DataFrame
+    about: Mapping[str, Any]
+    features: tuple[str, ...]
+    folder: ProbeFolder | None
+
+    def kept(self, series: CheckpointSeries, step: int) -> "Probes | None":
+        """The probes of a checkpoint that the folder holds."""
+        found = None if self.folder is None else self.folder.read(step, series.identity(step))
+        return None if found is None else _unpacked(*found, self.about)
+
+    def do(self, series: CheckpointSeries, step: int) -> "Probes | str":
+        """The probes of a checkpoint, kept in the folder; or why it cannot be used."""
+        try:
+            fits = self.fitting.fit(series.hooked(step), self.data, shuffled=True)
+        except UnsafeWeightsError:
+            raise
+        except (CheckpointError, NotFiniteError) as error:
+            return str(error)
+        probes = _probes(fits, self.data, self.baselines, self.about, self.features)
+        if self.folder is not None:
+            self.folder.keep(step, probes.table, _packed(probes), series.identity(step))
+        return probes
+
+
+def _kept(
+    series: CheckpointSeries, steps: Sequence[int], work: _Work, problems: dict[int, str]
+) -> tuple[dict[int, Probes], list[int]]:
+    """The probes that the folder holds, and the steps that are to be probed; adds those refused to the problems."""
+    found: dict[int, Probes] = {}
+    missing: list[int] = []
+    for step in steps:
+        try:
+            series.check_known_issues(step)  # also where its probes are kept
+        except CheckpointError as error:
+            problems[step] = str(error)
+            continue
+        if (kept := work.kept(series, step)) is not None:
+            found[step] = kept
+        elif step not in problems:
+            missing.append(step)
+    return found, missing
+
+
+def _probed(
+    series: CheckpointSeries,
+    steps: Sequence[int],
+    work: _Work,
+    n_kept: int,
+    executor: Executor | None,
+    workers: int | None,
+    progress: bool,
+) -> Iterator[tuple[int, "Probes | str"]]:
+    """The probes of each step, or why it cannot be used, in whatever order.
+
+    Raises:
+        Exception: of a job; of jobs that workers did, after all have ended.
+    """
+    if executor is None and workers == 0:
+        shown = {"initial": n_kept, "total": n_kept + len(steps), **notebook.bar(progress)}
+        for step in tqdm(steps, desc="checkpoints", unit="checkpoint", leave=False, **shown):
+            yield step, work.do(series, step)
+        return
+    check_series_travel(executor, [series])
+    jobs = {Job(f"step {step}", _probe_in_worker, (series, step, work)): step for step in steps}
+    how: dict[str, Any] = {"workers": workers, "modules": modules_of([series]), "done_before": n_kept}
+    failed: list[Ended] = []
+    for ended in run_jobs(jobs, executor, title="probes", unit="checkpoint", **how, progress=progress):
+        if ended.error is not None:
+            failed.append(ended)
+            continue
+        outcome, learned = ended.value
+        series.learn(learned)
+        yield jobs[ended.job], outcome
+    raise_failures(sorted(failed, key=lambda ended: jobs[ended.job]), len(jobs))
+
+
+def _probe_in_worker(series: CheckpointSeries, step: int, work: _Work) -> "tuple[Probes | str, Learned]":
+    """The job of a checkpoint."""
+    series = series.in_worker()
+    outcome = work.kept(series, step) or work.do(series, step)  # kept by a worker that was lost after that
+    return outcome, series.learned()
 
 
 # ---- parts of both ----
@@ -497,9 +589,9 @@ def _probes(
     data: ProbeData,
     baselines: pd.DataFrame,
     about: Mapping[str, Any],
-    features: Sequence[Feature],
+    features: Sequence[str],
 ) -> Probes:
-    order = {feature.name: number for number, feature in enumerate(features)}
+    order = {name: number for number, name in enumerate(features)}
     fits = sorted(fits, key=lambda fit: (order[fit.target.feature], fit.target.place, fit.layer))
     sites = {target.key: site for site in data.sites for target in site.targets}
     table = pd.DataFrame([_row(fit, sites[fit.target.key]) for fit in fits])

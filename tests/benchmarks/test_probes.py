@@ -57,12 +57,12 @@ def data_at(task, model, features, places) -> ProbeData:
 # ---- ours ----
 
 
-def ours(activations: Activations, *, shuffled: bool, start=None):
+def ours(activations: Activations, *, shuffled: bool):
     """Seconds, and losses by `(feature, place, layer)`."""
     fitting = Fitting((0,), PENALTIES, SEED, 8.0)
     fits, begun = [], time.process_time()
     for layer, site, x in activations.blocks:
-        fits += fitting.fit_site(layer, site, x, shuffled=shuffled, start=start or {})
+        fits += fitting.fit_site(layer, site, x, shuffled=shuffled)
     return time.process_time() - begun, fits
 
 
@@ -183,17 +183,6 @@ def test_binary_features_of_addition_with_their_baselines(tmp_path, capsys):
     gaps = gaps_to_exact(read, fits)
     report(capsys, "Addition(16), binary features with their baselines", seconds, peers, n, gaps, 2)
     assert max(gaps) < 1e-3
-
-    # Along a series: the same probes ten steps later, from these and from nothing.
-    start = {fit.key: fit.path for fit in fits}
-    before = Activations.read(series.first.hooked(), data, (-1, 0, 1, 2, 3))
-    cold = min(ours(before, shuffled=False)[0] for _ in range(3))
-    warm = min(ours(before, shuffled=False, start=start)[0] for _ in range(3))
-    with capsys.disabled():
-        print(
-            f"  from the probes of a checkpoint 10 steps away {warm:.2f} s, from nothing {cold:.2f} s: "
-            f"{cold / warm:.2f} times faster"
-        )
 
 
 def test_queue_and_adjacency_of_breadth_first_search(tmp_path, capsys):
