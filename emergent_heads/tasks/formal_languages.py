@@ -146,14 +146,16 @@ class BracketTask(SequenceTask):
     def _nats_of_closings(self) -> float:
         """Expected entropy of the closing brackets' types in a whole sequence, in nats."""
 
-    def _ceiling(self, position: int) -> int:
-        """A bracket can open at this position only below this depth: a balanced sequence must be able to end."""
-        return min(self.max_depth, self.length - 1 - position) if self.balanced else self.max_depth
+    @cached_property
+    def _ceilings(self) -> "Int[np.ndarray, ' pos']":
+        """A bracket can open at a position only below this depth: a balanced sequence must be able to end."""
+        highest = np.full(self.length, self.max_depth)
+        return np.minimum(highest, np.arange(self.length)[::-1]) if self.balanced else highest
 
     def _chance_to_open(self, position: int) -> "Float[np.ndarray, ' depth']":
         """Probability that this position opens a bracket, for each depth before it."""
         depth = np.arange(self.max_depth + 1)
-        return np.where(depth == 0, 1.0, np.where(depth < self._ceiling(position), self.p_open, 0.0))
+        return np.where(depth == 0, 1.0, np.where(depth < self._ceilings[position], self.p_open, 0.0))
 
     @cached_property
     def _depths(self) -> "Float[np.ndarray, 'pos depth']":
@@ -170,16 +172,15 @@ class BracketTask(SequenceTask):
         self, draws: "Float[np.ndarray, 'pos row']"
     ) -> "tuple[Bool[np.ndarray, 'row pos'], Int[np.ndarray, 'row pos']]":
         """Which positions open a bracket, and the depth after each."""
-        ceilings = np.array([self._ceiling(position) for position in range(self.length)], dtype=np.int16)
-        # Opens where the depth is below this: always at 0, below the ceiling only by chance.
-        limits = np.where(draws < self.p_open, ceilings[:, None], np.int16(1))
-        depths = np.empty_like(limits)
-        depth = np.zeros(draws.shape[1], dtype=np.int16)
-        for limit, after in zip(limits, depths, strict=True):
-            np.add(depth, np.where(depth < limit, np.int16(1), np.int16(-1)), out=after)
-            depth = after
-        opens = np.diff(depths, axis=0, prepend=np.int16(0)) > 0
-        return np.ascontiguousarray(opens.T), np.ascontiguousarray(depths.T)
+        limits = np.where(draws < self.p_open, self._ceilings[:, None], 1)  # opens below: at 0 always, else by chance
+        # depth = position - 2 * closed, so "depth >= limit" says the same of the number of closing brackets so far.
+        bounds = (np.arange(self.length)[:, None] - limits) // 2
+        closes, closed = np.empty(bounds.shape, dtype=bool), np.zeros(bounds.shape[1], dtype=np.int64)
+        for bound, closing in zip(bounds, closes, strict=True):
+            np.less_equal(closed, bound, out=closing)
+            closed += closing
+        opens = np.ascontiguousarray(~closes.T)
+        return opens, np.cumsum(2 * opens - 1, axis=1)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings only: what was computed from them need not travel to another process."""
@@ -368,7 +369,8 @@ def _open_brackets(
 
     index: dict[tuple[int, ...], int] = {(): 0}
     entries: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
-    for state in (order := [()]):  # grows while it is gone through
+    order: list[tuple[int, ...]] = [()]
+    for state in order:  # grows while it is gone through
         absent = (0,) * (brackets - len(state))
         for opens in (True, False):
             among = Counter(state + absent) if opens else Counter(state)

@@ -31,6 +31,7 @@ COMPLEXITY_GRIDS = 10
 """Grids of a trajectory that say how compressible a rule is."""
 MOST_TOKENS = 2**20  # of the vocabulary
 _DRAWN_AT_ONCE = 128  # random rules; part of the seeded stream
+_CELLS_OF_FREQUENCIES = 2**22  # that are evolved for the plateau
 _LEAST_SHARE = 0.02  # of random rules that are kept: below, a filter is refused
 
 
@@ -293,14 +294,15 @@ class NeuralCellularAutomata(SequenceTask):
         """
         import torch
 
-        n = int(np.clip(10 * self.start // (self.grids * self.patches), 256, 4096))
+        steps = self.burn_in + self.grids
+        n = int(np.clip(_CELLS_OF_FREQUENCIES // (steps * self.grid**2), 1024, 8192))
         generator = numpy_generator(self.seed, "frequencies of patches")
         grids = self._evolved(self._first_cells(n, generator), torch.arange(n) % self.rules, torch.device("cpu"))
-        counts = np.unique(self._patch_tokens(grids).numpy(), return_counts=True)[1]
-        shares = counts / counts.sum()
-        entropy = float(-(shares * np.log(shares)).sum()) + (len(counts) - 1) / (2 * counts.sum())
-        whole, rest = divmod(self.length, self.patches + 2)
-        return entropy * (whole * self.patches + min(max(rest - 1, 0), self.patches)) / (self.length - 1)
+        tokens = self.encode(grids)[:, 1 : self.length].numpy()
+        counts = np.unique(tokens[tokens < self.start], return_counts=True)[1]
+        patches = counts.sum()
+        entropy = -(counts / patches * np.log(counts / patches)).sum() + (len(counts) - 1) / (2 * patches)
+        return float(entropy * patches / tokens.size)
 
     @cached_property
     def floor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -352,19 +354,22 @@ class NeuralCellularAutomata(SequenceTask):
         """The step from `[row, cell]` to the next, each row by its own network."""
         import torch
 
-        device, n = hidden.device, len(hidden)
-        neighbours = torch.from_numpy(_neighbours(self.grid)).to(device)
-        entry = torch.arange(9, device=device) * self.colours  # of each neighbour's first colour in its row's table
-        offsets = torch.arange(n, device=device)[:, None, None] * hidden.shape[1] + entry
+        device, n, cells = hidden.device, len(hidden), self.grid**2
+        row = torch.arange(n, device=device)[:, None]
+        places = (row * cells + torch.from_numpy(self._neighbours.ravel()).to(device)).flatten()
+        entry = torch.arange(9, device=device).repeat(cells) * self.colours  # where a neighbour's colours begin
+        entries = (row * hidden.shape[1] + entry).flatten()
+        bags = torch.arange(0, len(places), 9, device=device)
         table = hidden.flatten(0, 1)
-        # Scores are whole numbers times the number of colours: so the lowest colour wins where two are equal.
-        favour = -torch.arange(self.colours, device=device, dtype=torch.float64)[None, :, None]
+        # A score is a whole number times the number of colours, so less the colour it tells which colour it is of, and
+        # the lowest wins where two are equal. That is faster than asking for the place of the largest.
+        less = -torch.arange(self.colours, device=device, dtype=torch.float64)[None, :, None]
 
-        def advance(cells: "Int[Tensor, 'row cell']") -> "Int[Tensor, 'row cell']":
-            seen = (cells[:, neighbours] + offsets).flatten(0, 1)
-            features = torch.nn.functional.embedding_bag(seen, table, mode="sum").relu().double()
-            scores = torch.baddbmm(favour, output, features.view(n, self.grid**2, FEATURES).transpose(1, 2))
-            return scores.max(dim=1).indices
+        def advance(grids: "Int[Tensor, 'row cell']") -> "Int[Tensor, 'row cell']":
+            seen = grids.flatten().index_select(0, places).add_(entries)
+            features = torch.nn.functional.embedding_bag(seen, table, bags, mode="sum").relu_().double()
+            scores = torch.baddbmm(less, output, features.view(n, cells, FEATURES).transpose(1, 2))
+            return scores.amax(dim=1).neg_().remainder_(self.colours).long()
 
         return advance
 
@@ -385,8 +390,16 @@ class NeuralCellularAutomata(SequenceTask):
     def _networks_by_device(self) -> "dict[torch.device, tuple[Tensor, Tensor]]":
         return {}
 
-    @property
+    @cached_property
+    def _neighbours(self) -> "Int[np.ndarray, 'cell neighbour']":
+        """The 3 x 3 cells around each cell in reading order, across the edges of the grid."""
+        cells = np.arange(self.grid**2).reshape(self.grid, self.grid)
+        shifts = [(-y, -x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        return np.stack([np.roll(cells, shift, axis=(0, 1)).ravel() for shift in shifts], axis=1)
+
+    @cached_property
     def _place_values(self) -> "Int[np.ndarray, ' cell']":
+        """What each cell of a patch, row by row, counts in the patch's token."""
         return self.colours ** np.arange(self.patch**2)
 
     def _patch_tokens(self, grids: "Int[Tensor, 'row time y x']") -> "Int[Tensor, 'row time patch']":
@@ -403,12 +416,6 @@ class NeuralCellularAutomata(SequenceTask):
     def __getstate__(self) -> dict[str, Any]:
         """The settings only: what was computed from them need not travel to another process."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def _neighbours(grid: int) -> "Int[np.ndarray, 'cell neighbour']":
-    """The 3 x 3 cells around each cell in reading order, across the edges of the grid."""
-    cells = np.arange(grid**2).reshape(grid, grid)
-    return np.stack([np.roll(cells, (-y, -x), axis=(0, 1)).ravel() for y in (-1, 0, 1) for x in (-1, 0, 1)], axis=1)
 
 
 def _frequencies(generator: np.random.Generator, n: int, colours: int) -> "Float[np.ndarray, 'row colour']":
