@@ -195,8 +195,8 @@ class CheckpointSeries:
             cache: "keep" leaves checkpoints in the hub's cache; "evict" fetches into a folder of the library's own
                 and deletes each checkpoint after its weights were read. What is in the hub's cache already is used
                 and left alone.
-            disk_budget_gb: most disk (10^9 bytes) for checkpoints fetched under a budget, over all series; the least
-                recently used go first.
+            disk_budget_gb: most disk (10^9 bytes) for checkpoints fetched under a budget, over all series and all
+                processes that share the folder; the least recently used go first, those in use never.
             trust_remote_code: run model code of the repository.
             device: where the models go.
             allow_known_bad: False refuses checkpoints whose published weights are known to be wrong, which searches

@@ -21,7 +21,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -290,7 +290,13 @@ def _text(path: Path) -> str:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+    """Bytes of the files in a folder, in which a fetch may rename them meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(place) / name).stat().st_size if name != MARKER else 0
+    return total
 
 
 def _delete(folder: Path) -> None:
