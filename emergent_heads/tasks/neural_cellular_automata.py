@@ -369,7 +369,7 @@ class NeuralCellularAutomata(SequenceTask):
             seen = grids.flatten().index_select(0, places).add_(entries)
             features = torch.nn.functional.embedding_bag(seen, table, bags, mode="sum").relu_().double()
             scores = torch.baddbmm(less, output, features.view(n, cells, FEATURES).transpose(1, 2))
-            return scores.amax(dim=1).neg_().remainder_(self.colours).long()
+            return scores.amax(dim=1).long().neg_().remainder_(self.colours)
 
         return advance
 
