@@ -245,37 +245,37 @@ class ShuffledTokens(SequenceTask):
     count, as in text. The floor is 0, which no model reaches.
 
     Attributes:
-        task: whose sequences.
+        of: the task whose sequences they are.
     """
 
-    task: SequenceTask
+    of: SequenceTask
 
     floor = 0.0
 
     @property
     def vocabulary_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Number of token ids."""
-        return self.task.vocabulary_size
+        return self.of.vocabulary_size
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Tokens of a sequence."""
-        return self.task.length
+        return self.of.length
 
     @property
     def plateau(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The task's."""
-        return self.task.plateau
+        return self.of.plateau
 
     @property
     def tokenizer(self) -> Any | None:
         """The task's."""
-        return self.task.tokenizer
+        return self.of.tokenizer
 
     @property
     def encoding(self) -> str | None:
         """The task's."""
-        return self.task.encoding
+        return self.of.encoding
 
     def batch(
         self, n: int, *, seed: int, step: int = 0, split: str = "train", device: "torch.device | str" = "cpu"
@@ -283,7 +283,7 @@ class ShuffledTokens(SequenceTask):
         """The task's own batch of the same arguments, each row in an order drawn on `device`."""
         import torch
 
-        tokens = self.task.batch(n, seed=seed, step=step, split=split, device=device).tokens
+        tokens = self.of.batch(n, seed=seed, step=step, split=split, device=device).tokens
         generator = torch_generator(seed, "shuffled tokens", split, step, device=tokens.device)
         order = torch.rand(tokens.shape, generator=generator, device=tokens.device, dtype=torch.float64).argsort(dim=1)
         counts = (torch.arange(self.length, device=tokens.device) >= 1).expand(n, -1)
