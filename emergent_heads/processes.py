@@ -115,7 +115,7 @@ class _Process:
         connection = self._connection or self._start()
         try:
             self._busy = True
-            connection.send((function, arguments))
+            connection.send_bytes(_pickled((function, arguments)))
             good, value = connection.recv()
         except (EOFError, OSError):
             raise ProcessDiedError(f"its process ended ({self._forget()})") from None
@@ -227,7 +227,7 @@ def _serve(connection: Any, gpus: str | None) -> None:
         except Exception as error:
             answer = (False, sendable(error))
         try:
-            connection.send(answer)
+            connection.send_bytes(_pickled(answer))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             connection.send((False, RuntimeError(f"what the job returned cannot be pickled: {error}")))
 
@@ -272,6 +272,14 @@ def with_files(modules: Iterable[str]) -> list[tuple[str, Path | None]]:
             file = getattr(sys.modules.get(name), "__file__", None)
             found.append((name, Path(file).resolve() if file else None))
     return found
+
+
+def _pickled(thing: object) -> bytes:
+    """By plain pickle: torch teaches multiprocessing's own to share memory, of which many tensors would take too much.
+
+    Each would keep a file open, and containers may have as little as 64 MB of such memory.
+    """
+    return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def sendable(error: Exception) -> Exception:
