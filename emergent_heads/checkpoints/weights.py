@@ -154,7 +154,7 @@ def load_model(folder: Path, *, trust_remote_code: bool = False, device: "torch.
     with stored_weights(folder):
         pass  # damaged or unsafe files are told apart here, before transformers sees them
     try:
-        with _without_progress_bar():
+        with without_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch.float32,
@@ -177,8 +177,8 @@ def load_model(folder: Path, *, trust_remote_code: bool = False, device: "torch.
 
 
 @contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """No bar of transformers' own for each checkpoint that is read."""
+def without_progress_bar() -> Iterator[None]:
+    """No bar of transformers' own for each checkpoint that is read or written."""
     from transformers.utils import logging
 
     # Not `disable_progress_bar`, which would also change what the user has set for the hub's bars, for good.

@@ -29,6 +29,7 @@ from emergent_heads.tasks.task import SequenceTask
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
+    from transformers import GPTNeoXForCausalLM, LlamaForCausalLM
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -402,6 +403,18 @@ class SmallModel(HookedRootModule):
         from emergent_heads.models.conversion import to_hooked_transformer
 
         return to_hooked_transformer(self)
+
+    def to_huggingface(self) -> "GPTNeoXForCausalLM | LlamaForCausalLM":
+        """The same function as a model of transformers, with a copy of the weights.
+
+        A model as `SmallModelConfig.gpt_neox` makes it is a GPT-NeoX, one as `transformer_pp` makes it a Llama.
+
+        Raises:
+            UnsupportedModelError: it is neither, or has an attention bias.
+        """
+        from emergent_heads.models.to_huggingface import to_huggingface
+
+        return to_huggingface(self)
 
     def initialise(self, seed: int) -> None:
         """Draws all weights anew, as `config.initialisation` says; each module has a stream of its own."""

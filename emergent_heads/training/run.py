@@ -1,5 +1,6 @@
 """A run that was trained by the library: its folder, read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -144,6 +145,30 @@ class Run:
         return training_plots.training_curve(
             self.metrics, plateau=self.manifest["plateau"], floor=self.manifest["floor"], solved_step=self.solved_step
         )
+
+    def export_huggingface(self, path: Path | str, steps: Iterable[int] | None = None) -> Path:
+        """Writes the checkpoints as Hugging Face folders `path/step0/`, `path/step1/`, ..., with the same logits.
+
+        Each holds `config.json`, `model.safetensors` and, of a run on text, the tokenizer, so that
+        `AutoModelForCausalLM.from_pretrained(path / "step1")` and `CheckpointSeries.from_directory(path)` read them;
+        `path/run.json` is the run's manifest. A model as `SmallModelConfig.gpt_neox` makes it becomes a GPT-NeoX, one
+        as `SmallModelConfig.transformer_pp` makes it a Llama. The folder appears when all is written.
+
+        Args:
+            path: a folder that does not exist yet, or an empty one.
+            steps: which checkpoints; None for all.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UnsupportedModelError: the model is neither, or has an attention bias at one of the steps.
+            UnknownStepError: the run has no such checkpoint. CheckpointError: one cannot be read. OutputError: the
+            folder is not empty, or cannot be written.
+        """
+        from emergent_heads.training.export import export_huggingface
+
+        return export_huggingface(self, path, steps)
 
     def __repr__(self) -> str:
         model = SmallModelConfig(**self.manifest["config"])
