@@ -11,11 +11,14 @@ from emergent_heads.tasks import (
     Addition,
     BreadthFirstSearch,
     CellularAutomaton,
+    Dyck,
     LinearMap,
     MaximumSubarray,
     MinimumSpanningTree,
     Multiplication,
+    NeuralCellularAutomata,
     SequenceTask,
+    ShuffleDyck,
     TopologicalSort,
 )
 
@@ -66,6 +69,21 @@ def test_making_a_batch_takes_at_most_a_twentieth_of_a_training_step(task: Seque
 def test_making_a_batch_of_an_algorithmic_task_takes_at_most_a_twentieth(task: SequenceTask) -> None:
     """At the batch size and the shape of the quiet-features paper's smaller models."""
     assert share_of_a_step(task, rows=64, n_layers=4, d_model=64) <= 0.05
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Dyck(length=256),
+        ShuffleDyck(length=256),
+        NeuralCellularAutomata(length=256, rules=64),
+        NeuralCellularAutomata(colours=4, token_bytes=1, length=256, rules=64),
+    ],
+    ids=["Dyck", "shuffle Dyck", "cellular networks, 10 colours", "cellular networks, 4 colours"],
+)
+def test_making_a_batch_for_pre_pretraining_takes_at_most_a_tenth(task: SequenceTask) -> None:
+    """At 2,048 tokens a step, where what a batch costs whatever its size weighs most."""
+    assert share_of_a_step(task, rows=2048 // task.length, n_layers=2, d_model=128) <= 0.1
 
 
 def share_of_a_step(task: SequenceTask, *, rows: int, n_layers: int, d_model: int) -> float:
