@@ -34,6 +34,7 @@ SMALLER = {
     "n_activations=200_000": "n_activations=4_000",
     "bits=16": "bits=6",
     "steps=900": "steps=8",
+    "steps=600": "steps=6",
     "range(20, 600, 20)": "(4, 8)",
     "tokens_per_batch=3328": "tokens_per_batch=256",
     "n_train=2000": "n_train=100, n_test=50, n_untrained=1",
