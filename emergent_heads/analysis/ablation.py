@@ -8,7 +8,7 @@ whether greedy decoding under the same edits gives the answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -37,15 +37,18 @@ from emergent_heads.analysis.ablation_examples import (
     sites_of,
 )
 from emergent_heads.analysis.ablation_scores import Refitted, Scores, compared, refit
+from emergent_heads.analysis.ablation_workers import Crew, of_rows, traces_of
 from emergent_heads.analysis.evaluation import model_name
 from emergent_heads.analysis.patching import check_choice
 from emergent_heads.analysis.probes import Probes, ProbeSeries
+from emergent_heads.analysis.sending import SentModel, check_series_travel, check_task_travels, modules_of
 from emergent_heads.analysis.subspaces import How, Moments, Removal, erasure, probe_removal
 from emergent_heads.checkpoints.known_issues import mark_steps, marks_of
-from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries
+from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries, Learned
 from emergent_heads.errors import ArgumentError, EmergentHeadsError, InterventionHasNoEffect, whole_number
+from emergent_heads.jobs import Executor, Job, run_jobs, values
 from emergent_heads.models.hooked import Answers, HookedModel, hooked, listed
-from emergent_heads.models.residual_engine import Edit, Reads, ResidualEngine, ResidualTrace
+from emergent_heads.models.residual_engine import Edit, ResidualEngine, ResidualTrace
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.tasks.features import Feature
 from emergent_heads.tasks.task import PromptTask, SequenceTask
@@ -130,6 +133,8 @@ def ablate_features(
     n_reference: int = 1000,
     batch_size: int | None = None,
     seed: int = 0,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     progress: bool = True,
 ) -> Ablation:
     """Takes each feature's subspace out of the residual stream, and matched controls.
@@ -160,10 +165,16 @@ def ablate_features(
             many as the model is wide.
         batch_size: largest number of sequences run together; by default chosen from the model's width.
         seed: of rows, controls and bootstrap.
+        executor: anything whose `submit(function, *arguments)` gives futures: the runs of the controls are divided
+            among its workers, each of which opens the model once; losses then agree to float32's rounding, as batches
+            are others. What is taken out is found here. A checkpoint is loaded by the workers themselves, another
+            model is pickled.
+        workers: processes of this machine in its place; 0 does all runs in this process, None takes one for each core.
         progress: whether to show a bar.
 
     Raises:
-        ArgumentError: an unknown choice, a feature without probes or of another task, or nothing to take out.
+        ArgumentError: an unknown choice, a feature without probes or of another task, nothing to take out, both an
+            executor and workers, or a model that cannot be sent to another process.
         ModelMismatchError: probes of a model of another shape.
         InterventionHasNoEffect: the model's residual stream cannot be edited, or no answer is read after the places
             of the features, so that nothing done there can change one. Where that is so for some of several features,
@@ -176,6 +187,8 @@ def ablate_features(
     controls = whole_number("controls", controls, least=0)
     n, n_reference = whole_number("n", n, least=1), whole_number("n_reference", n_reference, least=FEWEST_ROWS)
     probes = probes_of(model, probes)
+    here = executor is None and workers == 0
+    crew = None if here else Crew(SentModel.of(model, "the model", executor), executor, workers)
     name, known, model = model_name(model), marks_of(model), hooked(model)
     chosen = choose_probed_features(task, probes, features, model)
     measured = Measured.open(model, task, probes, chosen, layers, n=n, n_reference=n_reference, seed=seed)
@@ -188,7 +201,7 @@ def ablate_features(
         options: dict[str, Any] = {"how": how, "kinds": tuple(dict.fromkeys(kinds)), "controls": controls}
         own = _own_removals(measured, feature, reference, how)
         plans.append(plan(feature, sites, reference, own, rest, measured.reference, **options, seed=seed))
-    found = _run(measured, plans, batch_size, progress)
+    found = _run(measured, plans, batch_size, progress, crew)
     about = {
         "model": name,
         "task": repr(task),
@@ -310,13 +323,14 @@ class Measured:
     def _traces(
         self, examples: Examples, ends: np.ndarray, up_to: int | None
     ) -> Iterator[tuple[slice, ResidualTrace]]:
+        ends = self.ends(examples, ends)
+        reads = examples.reads if up_to is None else examples.reads.nothing()
+        return traces_of(self.engine, examples.inputs, reads, ends, up_to)
+
+    def ends(self, examples: Examples, ends: np.ndarray) -> np.ndarray:
+        """`ends` or the last place of any feature in each row, and one more: how far a pass has to go."""
         places = [examples.values(feature).positions for feature in self.sites]
-        ends = 1 + np.maximum(ends, np.concatenate(places, axis=1).max(axis=1))
-        for chunk in examples.chunks(self.engine.rows_per_trace(int(np.ceil(ends.mean())))):
-            inputs = examples.inputs[chunk, : int(ends[chunk].max())]
-            reads = examples.reads if up_to is None else examples.reads.nothing()
-            reads = Reads(reads.positions[chunk], reads.targets[chunk])
-            yield chunk, self.engine.trace(inputs, reads, up_to=up_to)
+        return 1 + np.maximum(ends, np.concatenate(places, axis=1).max(axis=1))
 
 
 def probes_of(model: Any, probes: Probes | ProbeSeries) -> Probes:
@@ -399,9 +413,9 @@ class _Found:
 
 
 def _run(
-    measured: Measured, plans: Sequence[Ablated], batch_size: int | None, progress: bool
+    measured: Measured, plans: Sequence[Ablated], batch_size: int | None, progress: bool, crew: Crew | None
 ) -> tuple[Scores, list[_Found]]:
-    """The scores without edit, and what was found of each feature."""
+    """The scores without edit, and what was found of each feature; controls are run by the crew, if there is one."""
     like = measured.like()
     edits = [
         [edits_of(runs.removals, of.sites, measured.test.values(of.feature).positions, like) for runs in of.runs]
@@ -411,13 +425,16 @@ def _run(
     answers: list[list[list[Answers]]] = [[[] for _ in of.runs] for of in plans]
     test_resid: list[list[torch.Tensor]] = [[] for _ in plans]
     edited: list[list[torch.Tensor]] = [[] for _ in plans]
-    total = len(measured.test) * sum(len(runs.names) for of in plans for runs in of.runs)
+    if crew is not None:
+        _by_crew(crew, measured, edits, answers, batch_size, progress)
+    own = slice(None) if crew is None else slice(1)
+    total = len(measured.test) * sum(len(runs.names) for of in plans for runs in of.runs[own])
     with tqdm(total=total, desc="runs x rows", leave=False, **notebook.bar(progress)) as bar:
         for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for number, of in enumerate(plans):
                 here = [[of_rows(edit, chunk) for edit in each] for each in edits[number]]
-                for kind, of_kind in enumerate(here):
+                for kind, of_kind in enumerate(here[own]):
                     answers[number][kind].append(measured.engine.answers(trace, of_kind, batch_size=batch_size))
                     bar.update(len(trace.tokens) * len(of.runs[kind].names))
                 test_resid[number].append(_at_sites(trace, here[0]))
@@ -430,6 +447,29 @@ def _run(
         refits = _refits(measured, of, x, new, reference_edited[number])
         found.append(_Found([Scores.of(parts, measured.test) for parts in answers[number]], norms, refits))
     return Scores.of(plain, measured.test), found
+
+
+def _by_crew(
+    crew: Crew,
+    measured: Measured,
+    edits: Sequence[Sequence[Sequence[Edit]]],
+    answers: Sequence[Sequence[list[Answers]]],
+    batch_size: int | None,
+    progress: bool,
+) -> None:
+    """Adds the answers of all kinds of controls to those of each feature."""
+    examples = measured.test
+    kinds = [(number, kind) for number, of in enumerate(edits) for kind in range(1, len(of))]
+    found = crew.answers(
+        examples.inputs,
+        examples.reads,
+        measured.ends(examples, examples.last_reads),
+        [edits[number][kind] for number, kind in kinds],
+        batch_size=batch_size,
+        progress=progress,
+    )
+    for (number, kind), of_kind in zip(kinds, found, strict=True):
+        answers[number][kind].append(of_kind)
 
 
 def unread_features(measured: "Measured", readers: str) -> list[str]:
@@ -459,12 +499,6 @@ def unread_features(measured: "Measured", readers: str) -> list[str]:
             "predicted"
         )
     return unread
-
-
-def of_rows(edit: Edit, rows: slice) -> Edit:
-    """The edit of some of the rows."""
-    target = edit.target if edit.target.shape[1] == 1 else edit.target[:, rows]
-    return replace(edit, positions=edit.positions[rows], target=target)
 
 
 def _at_sites(trace: ResidualTrace, edits: Sequence[Edit]) -> torch.Tensor:
@@ -660,6 +694,8 @@ def ablation_series(
     probes: ProbeSeries,
     *,
     steps: Sequence[int] | None = None,
+    executor: Executor | None = None,
+    workers: int | None = 0,
     **options: Any,
 ) -> AblationSeries:
     """Takes features out of the checkpoints of a series, each by its own probes: are they used before the loss moves?
@@ -671,24 +707,26 @@ def ablation_series(
         task: as in `ablate_features`.
         probes: by `probe_series`.
         steps: which; None for all that were probed.
+        executor: anything whose `submit(function, *arguments)` gives futures: each checkpoint is a job. What comes out
+            is the same.
+        workers: processes of this machine in its place; 0 does it in this process, None takes one for each core.
         options: of `ablate_features`.
 
     Raises:
-        ArgumentError: a step that was not probed, or what `ablate_features` refuses.
+        ArgumentError: a step that was not probed, what `ablate_features` refuses, both an executor and workers, or
+            something that cannot be sent to another process.
     """
     if not isinstance(probes, ProbeSeries):
         raise ArgumentError(f"probes is a {type(probes).__name__}; give what probe_series returned")
     by_step: dict[int, Ablation] = {}
     problems: dict[int, str] = {}
-    for step in probes.steps if steps is None else sorted(set(steps)):
-        of_step = probes[step]
-        try:
-            checkpoint = series[step]
-            hooked(checkpoint)
-        except EmergentHeadsError as error:
-            problems[step] = str(error)
-            continue
-        by_step[step] = ablate_features(checkpoint, task, of_step, **options)
+    of_steps = {step: probes[step] for step in (probes.steps if steps is None else sorted(set(steps)))}
+    for step, outcome in _ablated(series, task, of_steps, options, executor, workers):
+        if isinstance(outcome, Ablation):
+            by_step[step] = outcome
+        else:
+            problems[step] = outcome
+    by_step, problems = dict(sorted(by_step.items())), dict(sorted(problems.items()))
     if not by_step:
         said = "; ".join(problems.values()) or "steps is empty"
         raise ArgumentError(f"no checkpoint of {series.name} could be used: {said}")
@@ -698,3 +736,58 @@ def ablation_series(
     known = {name: mark for each in by_step.values() for name, mark in each.about["known_issues"].items()}
     about = {**first.about, "series": series.name, "steps": list(by_step), "problems": problems, "known_issues": known}
     return AblationSeries(mark_steps(table, series.repository), by_step, problems=problems, about=about)
+
+
+def _ablated(
+    series: CheckpointSeries,
+    task: SequenceTask | PromptTask,
+    probes: Mapping[int, Probes],
+    options: Mapping[str, Any],
+    executor: Executor | None,
+    workers: int | None,
+) -> Iterator[tuple[int, Ablation | str]]:
+    """The ablation of each step, or why its checkpoint cannot be used, in whatever order."""
+    if executor is None and workers == 0:
+        for step, of_step in probes.items():
+            yield step, _ablate_step(series, step, task, of_step, options)
+        return
+    check_series_travel(executor, [series])
+    check_task_travels(executor, task, {"features": options.get("features")})
+    jobs = {
+        Job(f"step {step}", _ablate_in_worker, (series, step, task, of_step, {**options, "progress": False})): step
+        for step, of_step in probes.items()
+    }
+    how: dict[str, Any] = {"workers": workers, "modules": modules_of([series], [task])}
+    progress = options.get("progress", True)
+    for job, (outcome, learned) in values(
+        run_jobs(jobs, executor, title="ablations", unit="checkpoint", progress=progress, **how)
+    ):
+        series.learn(learned)
+        yield jobs[job], outcome
+
+
+def _ablate_in_worker(
+    series: CheckpointSeries,
+    step: int,
+    task: SequenceTask | PromptTask,
+    probes: Probes,
+    options: Mapping[str, Any],
+) -> tuple[Ablation | str, Learned]:
+    """The job of a checkpoint."""
+    series = series.in_worker()
+    return _ablate_step(series, step, task, probes, options), series.learned()
+
+
+def _ablate_step(
+    series: CheckpointSeries,
+    step: int,
+    task: SequenceTask | PromptTask,
+    probes: Probes,
+    options: Mapping[str, Any],
+) -> Ablation | str:
+    try:
+        checkpoint = series[step]
+        hooked(checkpoint)
+    except EmergentHeadsError as error:
+        return str(error)
+    return ablate_features(checkpoint, task, probes, **options)

@@ -1,6 +1,6 @@
 """Where features are taken out of a model, and on which examples it is measured what that costs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -69,11 +69,6 @@ class Examples:
     def last_reads(self) -> Int[np.ndarray, " row"]:
         """The last position that is read in each row."""
         return self.reads.positions.max(dim=1).values.numpy()
-
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """Rows that are run together."""
-        for start in range(0, len(self), rows):
-            yield slice(start, min(start + rows, len(self)))
 
 
 def draw_examples(

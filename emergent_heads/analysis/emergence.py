@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from emergent_heads import notebook
 from emergent_heads.analysis.evaluation import Measured, SeriesEvaluations
 from emergent_heads.analysis.search import STRATEGIES, Found, Strategy, persistent_place, search
-from emergent_heads.analysis.sending import check_series_travel, modules_of
+from emergent_heads.analysis.sending import check_series_travel, modules_of, piece_size
 from emergent_heads.checkpoints.known_issues import is_grave, marks_in
 from emergent_heads.errors import ArgumentError, CheckpointError, EmergenceError, nearest
-from emergent_heads.jobs import Ended, Executor, Job, cores, run_jobs
+from emergent_heads.jobs import Ended, Executor, Job, run_jobs
 from emergent_heads.plots import emergence as emergence_plots
 from emergent_heads.results import Result, without_empty_marks
 from emergent_heads.statistics import censored_median, restricted_mean, share_interval
@@ -413,7 +413,7 @@ def _searched_by_workers(
     found = [SeriesEvaluations(one, tasks, batch_size) for one in series]
     for one, of_one in zip(series, found, strict=True):
         if strategy == "scan":
-            size = _piece_size(len(one.steps) * len(series), workers if executor is None else 0)
+            size = piece_size(len(one.steps) * len(series), 0 if executor else workers, _MOST_IN_PIECE)
             pieces = [one.steps[start : start + size] for start in range(0, len(one.steps), size)]
             new = [Job(one.name, _measure, (one, tasks, batch_size, piece), size=len(piece)) for piece in pieces]
         else:
@@ -430,12 +430,6 @@ def _searched_by_workers(
             failed.append(ended)
     raise_failures(sorted(failed, key=lambda ended: jobs.index(ended.job)), len(jobs))
     return found
-
-
-def _piece_size(n_checkpoints: int, workers: int | None) -> int:
-    """Checkpoints that one job of a scan evaluates: few enough for two jobs a worker, as far as one knows."""
-    jobs = 2 * (cores() if workers is None else workers)
-    return min(_MOST_IN_PIECE, -(-n_checkpoints // jobs)) if jobs else _MOST_IN_PIECE
 
 
 def _measure(

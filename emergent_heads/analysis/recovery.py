@@ -6,9 +6,11 @@ permutation test; `p_value` is the share of sets (the set itself counted) that d
 all heads of its layers has no control: no other set is like it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -16,20 +18,25 @@ import torch
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.patching import Pair, check_choice, open_pair
+from emergent_heads.analysis.sending import SentModel, check_task_travels, piece_size
 from emergent_heads.errors import ArgumentError
+from emergent_heads.jobs import Executor, Job, run_jobs, values
 from emergent_heads.models.engine import Head
 from emergent_heads.plots import heads as head_plots
 from emergent_heads.randomness import numpy_generator
 from emergent_heads.results import Result
 from emergent_heads.statistics import bootstrap_means, bootstrap_ratio, share_interval
 from emergent_heads.tasks.task import PromptTask
+from emergent_heads.workers import kept_by_worker, opened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HeadSet = frozenset[Head]
+_MOST_IN_JOB = 64  # head sets that one job runs
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -75,6 +82,8 @@ def recovery_curve(
     prompts: str | None = None,
     batch_size: int | None = None,
     seed: int = 0,
+    executor: Executor | None = None,
+    workers: int | None = 0,
 ) -> RecoveryCurve:
     """Patches the top K heads together, for each K, against random head sets of the same layers.
 
@@ -89,9 +98,14 @@ def recovery_curve(
         rows, prompts: as in `rank_heads`; by default what the ranking used.
         batch_size: largest number of sequences run together.
         seed: of the random sets and the bootstrap.
+        executor: anything whose `submit(function, *arguments)` gives futures: the head sets are divided among its
+            workers. Each opens the two models once; p then agrees to float32's rounding, as batches are others.
+            Checkpoints are loaded by the workers themselves, other models are pickled.
+        workers: processes of this machine in its place; 0 runs all sets in this process, None takes one for each core.
 
     Raises:
-        ArgumentError: no usable K, or a head the model does not have.
+        ArgumentError: no usable K, a head the model does not have, both an executor and workers, or something that
+            cannot be sent to another process.
     """
     check_choice("order", order, ("delta_p", "greedy"))
     if controls < 0:
@@ -102,16 +116,20 @@ def recovery_curve(
     every = [(layer, head) for layer in range(pair.model.n_layers) for head in range(pair.model.n_heads)]
     ranked = heads.top(len(every)) if isinstance(heads, HeadRanking) else [(int(at), int(head)) for at, head in heads]
     ks = _usable(ks, ranked, every)
-    runner = _Sets(pair, rows, batch_size)
     chosen: list[tuple[int, str, HeadSet]] = [(k, "ranked", frozenset(ranked[:k])) for k in ks]
-    greedy = _greedy(runner, every, max(ks, default=0)) if order == "greedy" else ()
-    chosen += [(k, "greedy", frozenset(greedy[:k])) for k in ks if greedy]
-    chosen += [(len(every), "ranked", frozenset(every))]
-    draws = {(k, name): _random_sets(heads_of, pair.model.n_heads, controls, seed) for k, name, heads_of in chosen}
-    runner.run([heads_of for _, _, heads_of in chosen] + [drawn for sets in draws.values() for drawn in sets])
+    with _runner(pair, (pre, post), task, rows, prompts, batch_size, executor, workers) as runner:
+        greedy = _greedy(runner, every, max(ks, default=0)) if order == "greedy" else ()
+        chosen += [(k, "greedy", frozenset(greedy[:k])) for k in ks if greedy]
+        chosen += [(len(every), "ranked", frozenset(every))]
+        draws = {(k, name): _random_sets(heads_of, pair.model.n_heads, controls, seed) for k, name, heads_of in chosen}
+        runner.run([heads_of for _, _, heads_of in chosen] + [drawn for sets in draws.values() for drawn in sets])
     table = pd.DataFrame(_rows(pair, runner, chosen, draws, seed))
     said = {"order": order, "controls": controls, "seed": seed, "heads": ranked[: max(ks, default=0)]}
     return RecoveryCurve(table, greedy, about={**pair.about, **said})
+
+
+_OfSets = tuple[Float[np.ndarray, "set prompt"], Float[np.ndarray, "set prompt"]]
+"""p(target) of sets of heads, and whether the target is the top token."""
 
 
 class _Sets:
@@ -126,21 +144,90 @@ class _Sets:
         new = [heads for heads in dict.fromkeys(sets) if heads not in self.p]
         if not new:
             return
+        p, matched = self.measured(new)
+        self.p.update(zip(new, p, strict=True))
+        self.matched.update(zip(new, matched, strict=True))
+
+    def measured(self, sets: Sequence[HeadSet], *, progress: bool = True) -> _OfSets:
         model = self._pair.model
-        masks = torch.zeros(len(new), model.n_layers, model.n_heads, dtype=torch.bool)
-        for index, heads in enumerate(new):
+        masks = torch.zeros(len(sets), model.n_layers, model.n_heads, dtype=torch.bool)
+        for index, heads in enumerate(sets):
             for layer, head in heads:
                 masks[index, layer, head] = True
-        p = np.empty((len(new), len(self._pair.batch)))
+        p = np.empty((len(sets), len(self._pair.batch)))
         matched = np.empty_like(p)
-        with tqdm(total=p.size, desc="head sets x prompts", leave=False) as progress:
+        with tqdm(total=p.size, desc="head sets x prompts", leave=False, **notebook.bar(progress)) as bar:
             for prompts, trace, patterns in self._pair.traces():
                 answers = model.engine.patch_sets(trace, patterns, masks, rows=self._rows, batch_size=self._batch_size)
                 p[:, prompts] = np.exp(answers.log_p.double().numpy())
                 matched[:, prompts] = answers.matched.numpy()
-                progress.update(answers.log_p.numel())
-        self.p.update(zip(new, p, strict=True))
-        self.matched.update(zip(new, matched, strict=True))
+                bar.update(answers.log_p.numel())
+        return p, matched
+
+
+@dataclass(frozen=True, eq=False)
+class _SentPair:
+    """What a worker opens the pair from, once for all its jobs."""
+
+    pre: SentModel
+    post: SentModel
+    task: PromptTask
+    rows: str
+    prompts: str
+    batch_size: int | None
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    def open(self) -> _Sets:
+        pre, post = SentModel.arrived_together(self.pre, self.post)
+        return _Sets(open_pair(pre, post, self.task, prompts=self.prompts, rows=self.rows), self.rows, self.batch_size)
+
+    def measured(self, sets: Sequence[HeadSet]) -> _OfSets:
+        """The job of some sets."""
+        return kept_by_worker(self.key, self.open).measured(sets, progress=False)
+
+
+class _SetsByWorkers(_Sets):
+    """The same by workers."""
+
+    def __init__(self, sent: _SentPair, executor: Executor, workers: int | None) -> None:
+        self._sent, self._executor, self._workers = sent, executor, workers
+        self.p, self.matched = {}, {}
+
+    def measured(self, sets: Sequence[HeadSet], *, progress: bool = True) -> _OfSets:
+        size = piece_size(len(sets), self._workers, _MOST_IN_JOB)
+        pieces = [sets[start : start + size] for start in range(0, len(sets), size)]
+        jobs = [
+            Job(f"head sets from {size * number}", self._sent.measured, (piece,), size=len(piece))
+            for number, piece in enumerate(pieces)
+        ]
+        modules = [*self._sent.pre.modules, *self._sent.post.modules]
+        ended = run_jobs(jobs, self._executor, modules=modules, title="head sets", unit="set", progress=progress)
+        of_jobs = dict(values(ended))
+        p, matched = zip(*(of_jobs[job] for job in jobs), strict=True)
+        return np.concatenate(p), np.concatenate(matched)
+
+
+@contextmanager
+def _runner(
+    pair: Pair,
+    models: tuple[Any, Any],
+    task: PromptTask,
+    rows: str,
+    prompts: str,
+    batch_size: int | None,
+    executor: Executor | None,
+    workers: int | None,
+) -> Iterator[_Sets]:
+    """What runs head sets: here, or by workers."""
+    if executor is None and workers == 0:
+        yield _Sets(pair, rows, batch_size)
+        return
+    check_task_travels(executor, task)
+    pre, post = (SentModel.of(model, what, executor) for model, what in zip(models, ("pre", "post"), strict=True))
+    with opened(executor, workers) as chosen:
+        assert chosen is not None
+        sent = _SentPair(pre, post, task, rows, prompts, batch_size)
+        yield _SetsByWorkers(sent, chosen, 0 if executor else workers)
 
 
 def _usable(ks: Sequence[int], ranked: Sequence[Head], every: Sequence[Head]) -> list[int]:
@@ -217,11 +304,11 @@ def _random_row(pair: Pair, runner: _Sets, k: int, controls: Sequence[HeadSet]) 
     gap = (pair.p_post - pair.p_pre).mean()
     recovered = (p - pair.p_pre.mean()) / gap if gap else np.full_like(p, np.nan)
     row: dict[str, Any] = {"k": k, "heads": "random", "n_sets": len(controls), "p_value": np.nan}
-    for column, prefix, values in (
+    for column, prefix, of_sets in (
         ("p", "p", p),
         ("share_matched", "share", matched),
         ("recovered_gap", "recovered", recovered),
     ):
-        row[column] = values.mean()
-        row[f"{prefix}_low"], row[f"{prefix}_high"] = np.quantile(values, [0.025, 0.975])
+        row[column] = of_sets.mean()
+        row[f"{prefix}_low"], row[f"{prefix}_high"] = np.quantile(of_sets, [0.025, 0.975])
     return row

@@ -6,7 +6,7 @@ from typing import Any
 
 from emergent_heads.checkpoints.run import RunSource
 from emergent_heads.checkpoints.series import Checkpoint, CheckpointSeries, LoaderSource
-from emergent_heads.jobs import Executor
+from emergent_heads.jobs import Executor, cores
 from emergent_heads.models.mixers import mixer_class
 from emergent_heads.models.small import SmallModelConfig
 from emergent_heads.workers import Parcel, check_travels
@@ -37,6 +37,11 @@ def check_series_travel(
     check_travels(executor, {**things, **(more or {})}, _DEFINE)
 
 
+def check_task_travels(executor: Executor | None, task: Any, more: Mapping[str, object] | None = None) -> None:
+    """Checks that a task, and what else goes with its jobs, can be sent to the workers; arguments as before."""
+    check_travels(executor, {f"the task {task.name}": task, **(more or {})}, _DEFINE)
+
+
 def modules_of(series: Iterable[CheckpointSeries], things: Iterable[object] = ()) -> list[str]:
     """Modules that workers import first: of the runs' mixers, which register them, of loaders and of things."""
     classes: list[Any] = [type(thing) for thing in things]
@@ -46,6 +51,18 @@ def modules_of(series: Iterable[CheckpointSeries], things: Iterable[object] = ()
         elif isinstance(source, LoaderSource):
             classes.append(getattr(source.function, "func", source.function))
     return sorted({name for each in classes if (name := getattr(each, "__module__", None))})
+
+
+def piece_size(n: int, workers: int | None, most: int) -> int:
+    """How many of `n` things one job does: at most so many, and few enough for two jobs a worker.
+
+    Args:
+        n: of things.
+        workers: processes of this machine, None for one for each core; 0 where an executor does not say how many.
+        most: things in a job.
+    """
+    jobs = 2 * (cores() if workers is None else workers)
+    return min(most, max(1, -(-n // jobs))) if jobs else most
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +89,18 @@ class SentModel:
             return cls(model, None)
         return cls(None, Parcel.of(model, what, _GIVE_CHECKPOINTS))
 
-    def arrived(self, copies: dict[str, CheckpointSeries]) -> Any:
-        """The model in the worker, of its own.
+    @property
+    def modules(self) -> list[str]:
+        """Modules that workers import first."""
+        return modules_of([self.checkpoint.series]) if self.checkpoint else []
 
-        Args:
-            copies: series of checkpoints that arrived before, for those that share a resident model; extended.
-        """
+    @staticmethod
+    def arrived_together(*sent: "SentModel") -> list[Any]:
+        """The models in the worker, of its own; checkpoints of one series share a resident model there, too."""
+        copies: dict[str, CheckpointSeries] = {}
+        return [each._arrived(copies) for each in sent]
+
+    def _arrived(self, copies: dict[str, CheckpointSeries]) -> Any:
         if self.checkpoint is None:
             assert self.parcel is not None
             return self.parcel.unpacked()
