@@ -146,16 +146,17 @@ class SweepResult(Result):
 def sweep_result(runs: Sequence[RunSpec], outcomes: Mapping[str, Outcome], path: Path) -> SweepResult:
     """The table of the runs, in their order, with what became of each by its name."""
     settings = pd.DataFrame([run.columns for run in runs])
-    varying = varying_settings(runs)
+    differing = _varying(settings)
+    varying = _without_seeds(differing)
     shown = [*varying, "seed"]
-    if "task_seed" in _varying(settings) and not settings["task_seed"].equals(settings["seed"]):
+    if "task_seed" in differing and not settings["task_seed"].equals(settings["seed"]):
         shown.append("task_seed")
     measured = pd.DataFrame([_row(run, outcomes[run.name]) for run in runs])
     told = [name for name in shown if name not in measured]  # the steps stand among what was measured
     table = pd.concat([measured[["run"]], settings[told], measured.drop(columns="run")], axis=1)
     about = {
         "path": path,
-        "settings": {name: settings[name].iloc[0] for name in settings if name not in {*_varying(settings), "seed"}},
+        "settings": {name: settings[name].iloc[0] for name in settings if name not in {*differing, "seed"}},
         "step_left_plateau": f"held-out loss {PLATEAU_LEFT} of the way from plateau to floor",
     }
     return SweepResult(table.astype(_TYPES), runs=tuple(runs), path=path, varying=varying, about=about)
@@ -163,8 +164,7 @@ def sweep_result(runs: Sequence[RunSpec], outcomes: Mapping[str, Outcome], path:
 
 def varying_settings(runs: Sequence[RunSpec]) -> tuple[str, ...]:
     """Columns of the settings in which the runs differ, without the seeds."""
-    settings = pd.DataFrame([run.columns for run in runs])
-    return tuple(name for name in _varying(settings) if name not in ("seed", "task_seed"))
+    return _without_seeds(_varying(pd.DataFrame([run.columns for run in runs])))
 
 
 def check_axes(runs: Sequence[RunSpec], x: str, y: str) -> None:
@@ -184,6 +184,10 @@ def _varying(settings: pd.DataFrame) -> list[str]:
     # Settings of earlier runs are compared where there is one: that there is none is told by `init_from`.
     compared = {name: settings[name].dropna() if name.startswith(EARLIER) else settings[name] for name in settings}
     return [str(name) for name, values in compared.items() if values.map(repr).nunique() > 1]
+
+
+def _without_seeds(settings: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in settings if name not in ("seed", "task_seed"))
 
 
 _TYPES: Mapping[str, Any] = {

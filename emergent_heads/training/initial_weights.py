@@ -125,7 +125,8 @@ def check_fit(earlier: SmallModelConfig, config: SmallModelConfig, carry: Carry)
 def _function(config: SmallModelConfig, carry: Carry) -> dict[str, Any]:
     """All that decides the function of given weights, and their shapes, but the context."""
     found = {name: getattr(config, name) for name in ("n_layers", "d_model", "n_heads", "norm", "positions", "mlp")}
-    found |= {"d_head": config.head_size, "mixer": config.mixers, "biases": config.biases}
+    mixer = config.mixers[0] if len(set(config.mixers)) == 1 else config.mixers
+    found |= {"d_head": config.head_size, "mixer": mixer, "biases": config.biases}
     found |= {"d_mlp": config.mlp_size if config.mlp != "none" else None}
     found |= {"mixer_options": {name: mixer_options(name, config.mixer_options) for name in config.mixers}}
     if carry == "all":
