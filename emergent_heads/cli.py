@@ -54,6 +54,12 @@ TrainingTaskName = Literal[
     "minimum_spanning_tree",
     "maximum_subarray",
     "activity_selection",
+    "dyck",
+    "shuffle_dyck",
+    "neural_cellular_automata",
+    "text_corpus",
+    "repeated_text",
+    "shuffled_tokens",
 ]
 
 
@@ -68,6 +74,12 @@ Share = Annotated[float | None, _unset("X")]
 Folder = Annotated[Path | None, _unset("PATH")]
 TableFile = Annotated[Path | None, _unset("FILE")]
 FigureFile = Annotated[Path | None, _unset("FILE")]
+
+
+_OVER_SEEDS = [
+    "size", "task", "n_seeds", "n_solved", "share_low", "share_high", "median_step", "median_low", "median_high",
+    "restricted_mean_step", "restricted_to_step",
+]  # fmt: skip
 
 
 class WorkFailedError(EmergentHeadsError):
@@ -107,8 +119,11 @@ class Source:
     allow_known_bad: bool = True
     """use published weights that are known to be wrong, with a warning; or pass over them"""
 
-    def series(self) -> "CheckpointSeries":
+    def series(self, *, used_here: bool = True) -> "CheckpointSeries":
         """The checkpoints; nothing is loaded yet.
+
+        Args:
+            used_here: whether this machine will use them, and must have the device.
 
         Raises:
             ArgumentError: not exactly one source, or an option that does not go with it.
@@ -119,7 +134,8 @@ class Source:
         _exactly_one({"--suite": self.suite, "--hub": self.hub, "--directory": self.directory, "--run": self.run})
         _goes_with("--seed", self.seed, "--suite", self.suite)
         _goes_with("--pattern", self.pattern, "--hub", self.hub)
-        _check_device(self.device)
+        if used_here:
+            _check_device(self.device)
         fetching: dict[str, Any] = {
             "cache": self.cache,
             "disk_budget_gb": self.disk_budget_gb,
@@ -222,6 +238,23 @@ class Workers:
 
 
 @dataclass(frozen=True)
+class Helpers(Workers):
+    """Who does the work, this process if you do not say; the same line again, anywhere, does only what is missing"""
+
+    workers: Number = None
+    """local: processes (if left out, none: all is done in this one); ray: cores of a cluster that is started here;
+    slurm: most jobs at a time"""
+
+    @contextmanager
+    def open(self, folder: Path) -> "Iterator[dict[str, Any]]":
+        if self == type(self)():
+            yield {"executor": None, "workers": 0}
+            return
+        with super().open(folder) as who:
+            yield who
+
+
+@dataclass(frozen=True)
 class Suites:
     """Lists the published suites of checkpoints.
 
@@ -275,11 +308,16 @@ class Emergence:
 
     Example: emergent-heads emergence --suite pythia-160m --seed 3 --task string_repetition --out point.csv
 
+    Example: emergent-heads emergence --suite pythia-160m --seeds 1 2 3 --task string_repetition --workers 2
+
     Example: emergent-heads emergence --from-table scores.csv --group model --score lambada_openai --threshold 0.2
     """
 
     source: Source = field(default_factory=Source)
     tasks: Tasks = field(default_factory=Tasks)
+    workers: Helpers = field(default_factory=Helpers)
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]", help_behavior_hint="")] = ()
+    """several runs of the suite, in one table for all tasks, with a summary over them"""
     strategy: Annotated[Strategy | None, _unset("{bisect,scan,verify}")] = None
     """bisect: few checkpoints; scan: all; verify: bisect, then look around (bisect, for a table scan, if left out)"""
     threshold: Share = None
@@ -293,19 +331,43 @@ class Emergence:
     step: Annotated[str | None, _unset("COLUMN")] = None
     """column of the table with the training steps (step if left out)"""
     out: TableFile = None
-    """write the table: .csv, .parquet or .json; with several tasks one file each, named <out>.<task>.<suffix>"""
+    """write the table: .csv, .parquet or .json; with several tasks of one run one file each, <out>.<task>.<suffix>"""
     plot: FigureFile = None
-    """draw the figure: .png, .pdf or .svg; with several tasks one file each"""
+    """draw the figure: .png, .pdf or .svg; with several tasks of one run one file each"""
 
     def run(self, line: str) -> None:
-        found = self._from_scores() if self.from_table is not None else self._from_models()
+        if self.from_table is not None:
+            found = self._from_scores()
+        else:
+            found = self._from_seeds() if self.seeds else self._from_models()
         for one, (out, plot) in found:
             _print_result(one)
+            if self.seeds:
+                print("\nover the seeds:")
+                _print_table(one.summary.loc[:, _OVER_SEEDS])
             _write(one, out, plot, line)
 
-    def _from_models(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
+    def _from_seeds(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
+        self._check_no_table()
+        _goes_with("--seeds", self.seeds, "--suite", self.source.suite)
+        if self.source.seed is not None:
+            raise ArgumentError("give --seed for one run or --seeds for several, not both")
+        _check_outputs(self.out, self.plot)
+        tasks, here = self.tasks.all(), self.workers.executor == "local"
+        series = [replace(self.source, seed=seed).series(used_here=here) for seed in self.seeds]
+        from emergent_heads.analysis.emergence import emergence_table
+
+        with self.workers.open(_folder_of(self.out)) as who:
+            threshold = _given(self.threshold, 0.5)
+            table = emergence_table(series, tasks, self.strategy or "bisect", threshold=threshold, **who)
+        return [(table, (self.out, self.plot))]
+
+    def _check_no_table(self) -> None:
         for option, value in {"--group": self.group, "--score": self.score, "--step": self.step}.items():
             _goes_with(option, value or None, "--from-table", None)
+
+    def _from_models(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
+        self._check_no_table()
         tasks = self.tasks.all()
         names = [task.name for task in tasks]
         if len(set(names)) < len(names):
@@ -313,16 +375,20 @@ class Emergence:
         files = [(_file_of(self.out, name, names), _file_of(self.plot, name, names)) for name in names]
         for out, plot in files:
             _check_outputs(out, plot)
-        series = self.source.series()
+        series = self.source.series(used_here=self.workers.executor == "local")
         from emergent_heads.analysis.emergence import find_emergence  # brings torch: arguments are checked first
 
-        points = find_emergence(series, tasks, self.strategy or "bisect", threshold=_given(self.threshold, 0.5))
+        with self.workers.open(_folder_of(self.out)) as who:
+            threshold = _given(self.threshold, 0.5)
+            points = find_emergence(series, tasks, self.strategy or "bisect", threshold=threshold, **who)
         return list(zip(points, files, strict=True))
 
     def _from_scores(self) -> "list[tuple[Any, tuple[Path | None, Path | None]]]":
         assert self.from_table is not None
-        if self.source != Source() or self.tasks != Tasks():
-            raise ArgumentError("--from-table takes its scores from the table: leave out checkpoints and tasks")
+        if self.source != Source() or self.tasks != Tasks() or self.seeds or self.workers != Helpers():
+            raise ArgumentError(
+                "--from-table takes its scores from the table: leave out checkpoints, tasks, seeds and workers"
+            )
         if self.threshold is None:
             raise ArgumentError("--from-table needs --threshold: which score counts as emerged?")
         _check_outputs(self.out, self.plot)
@@ -375,6 +441,7 @@ class Rank:
     """also patch the top heads together, against random heads, and write what they recover"""
     controls: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """random sets of heads for --recovery"""
+    workers: Helpers = field(default_factory=Helpers)
     batch_size: Number = None
     """most sequences run together (fitted to the memory if left out)"""
 
@@ -385,6 +452,8 @@ class Rank:
             raise ArgumentError(f"--controls is {self.controls}: give 0 or more random sets")
         if self.recovery is not None and self.out == self.recovery:
             raise ArgumentError(f"--out and --recovery are both {self.out}; name two files")
+        if self.recovery is None and self.workers != Helpers():
+            raise ArgumentError("--workers and --executor are for the random heads of --recovery, which is not given")
         _check_outputs(self.out, self.plot)
         _check_outputs(self.recovery, None)
         tasks = self.tasks.all()
@@ -426,9 +495,9 @@ class Rank:
     ) -> None:
         from emergent_heads.analysis.recovery import recovery_curve
 
-        curve = recovery_curve(
-            series[pre], series[post], task, ranking, controls=self.controls, batch_size=self.batch_size
-        )
+        how: dict[str, Any] = {"controls": self.controls, "batch_size": self.batch_size}
+        with self.workers.open(_folder_of(self.recovery)) as who:
+            curve = recovery_curve(series[pre], series[post], task, ranking, **how, **who)
         print()
         _print_result(curve)
         _write(curve, self.recovery, None, line)
@@ -439,7 +508,8 @@ class TrainingTask:
     """What the model is trained on; what is left out has the task's own value."""
 
     task: TrainingTaskName
-    """linear maps and cellular automata, whose right attention pattern is known; algorithms, whose features are"""
+    """linear maps and cellular automata, whose right attention pattern is known; algorithms, whose features are;
+    formal languages and automata to train on before text; text, with passages of it said over and over, or shuffled"""
     state_size: Number = None
     """linear_map, cellular_automaton: tokens in a state"""
     states: Number = None
@@ -449,7 +519,7 @@ class TrainingTask:
     sparsity: Number = None
     """linear_map: tokens that each sum is of"""
     rules: Number = None
-    """cellular_automaton: number of rules"""
+    """cellular_automaton, neural_cellular_automata: number of rules"""
     radius: Number = None
     """cellular_automaton: neighbours on either side that a rule looks at"""
     iterations: Number = None
@@ -472,8 +542,44 @@ class TrainingTask:
     """activity_selection: activities to choose from"""
     layout: Annotated[Literal["prompt", "paper"] | None, _unset("{prompt,paper}")] = None
     """algorithms: whether the = belongs to the prompt, or is to be predicted as in the paper"""
+    brackets: Number = None
+    """dyck, shuffle_dyck: types of brackets"""
+    max_depth: Number = None
+    """dyck, shuffle_dyck: most brackets open at a time"""
+    p_open: Share = None
+    """dyck, shuffle_dyck: probability that a bracket opens, where one may open or close"""
+    balanced: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """dyck, shuffle_dyck: all brackets are closed at the end"""
+    length: Number = None
+    """dyck, shuffle_dyck, neural_cellular_automata: tokens of a sequence"""
+    grid: Number = None
+    """neural_cellular_automata: cells along an edge of the grid"""
+    colours: Number = None
+    """neural_cellular_automata: states of a cell"""
+    patch: Number = None
+    """neural_cellular_automata: cells along an edge of the patch that a token stands for"""
+    burn_in: Number = None
+    """neural_cellular_automata: steps before the first grid that is shown"""
+    complexity: Annotated[tuple[float, float] | None, _unset("LOW HIGH")] = None
+    """neural_cellular_automata: least and greatest compressed size of a rule's trajectory, as a share of its own"""
+    token_bytes: Number = None
+    """neural_cellular_automata: bytes of a token before it is compressed"""
+    paths: Annotated[tuple[str, ...] | None, _unset("FILE [FILE ...]")] = None
+    """text: files of UTF-8 text, or patterns in quotes; or stdlib, the Python standard library (if left out)"""
+    vocabulary_size: Number = None
+    """text: tokens of the byte-pair encoding"""
+    context: Number = None
+    """text: tokens of a sequence"""
+    held_out_share: Share = None
+    """text: share of it that is held out"""
+    separator: Annotated[str | None, _unset("TEXT")] = None
+    """text: what parts the documents of a file (a file is one if left out)"""
+    repeated_share: Share = None
+    """repeated_text: share of the rows that are one passage said over and over; the others are plain text"""
+    passage: Annotated[tuple[int, int] | None, _unset("SHORTEST LONGEST")] = None
+    """repeated_text: tokens of a passage"""
     task_seed: Number = None
-    """linear_map, cellular_automaton: seed of the matrix, or of the rules (0 if left out)"""
+    """linear_map, cellular_automaton, neural_cellular_automata: seed of the matrix, or of the rules (0 if left out)"""
 
     def make(self) -> "SequenceTask":
         """The task.
@@ -483,14 +589,19 @@ class TrainingTask:
         """
         from emergent_heads import tasks
 
-        task = getattr(tasks, self.task.title().replace("_", ""))
+        around: dict[str, Any] = {"repeated_text": tasks.repeated_text, "shuffled_tokens": tasks.ShuffledTokens}
+        made_of_text = around.get(self.task)
+        task = tasks.TextCorpus if made_of_text else getattr(tasks, self.task.title().replace("_", ""))
         known = {each.name for each in fields(task)}
-        renamed = {"task_seed": "seed"}
+        renamed = {"task_seed": "seed", "repeated_share": "share"}
         given = {name: value for name, value in _told(self).items() if name != "task" and value is not False}
+        of_repetition = ("repeated_share", "passage") if self.task == "repeated_text" else ()
+        more = {renamed.get(name, name): given.pop(name) for name in of_repetition if name in given}
         for name in given:
             if renamed.get(name, name) not in known:
                 raise ArgumentError(f"{_option(name)} is no option of the task {self.task}")
-        return task(**{renamed.get(name, name): value for name, value in given.items()})
+        made = task(**{renamed.get(name, name): value for name, value in given.items()})
+        return made_of_text(made, **more) if made_of_text else made
 
 
 @dataclass(frozen=True)
@@ -525,6 +636,8 @@ class Model:
     """standard deviation of the embeddings"""
     transformer_pp: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """the Llama-style block of the quiet-features paper: rms norm, rotary positions, SwiGLU, no biases"""
+    gpt_neox: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """a GPT-NeoX: rotary positions, no bias on the unembedding"""
 
     def make(self) -> "SmallModelConfig":
         """The configuration.
@@ -537,11 +650,13 @@ class Model:
         values = _told(self)
         options = dict(map(_pair, values.pop("mixer_option")))
         values |= {"mixer": self.mixer[0] if len(self.mixer) == 1 else self.mixer, "mixer_options": options}
-        if not values.pop("transformer_pp"):
-            return SmallModelConfig(**values)
-        if values["biases"]:
+        transformer_pp, gpt_neox = values.pop("transformer_pp"), values.pop("gpt_neox")
+        if transformer_pp and gpt_neox:
+            raise ArgumentError("--transformer-pp and --gpt-neox are two kinds of model; give one")
+        if transformer_pp and values["biases"]:
             del values["biases"]  # its own default
-        return SmallModelConfig.transformer_pp(**values)
+        make = SmallModelConfig.transformer_pp if transformer_pp else SmallModelConfig
+        return (SmallModelConfig.gpt_neox if gpt_neox else make)(**values)
 
 
 @dataclass(frozen=True)
@@ -602,12 +717,45 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where its weights come from, if not drawn."""
+
+    init_from: Folder = None
+    """folder of a finished run of this library, to start from its last weights"""
+    init_step: Number = None
+    """checkpoint of that run to start from (the last if left out)"""
+    carry: Annotated[Literal["all", "all but embeddings"] | None, _unset("{all,'all but embeddings'}")] = None
+    """which weights to take (all if left out); the others are drawn from the seed"""
+
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of `emergent_heads.train`.
+
+        Raises:
+            ArgumentError: an option without --init-from. NoCheckpointsError, UnknownStepError: no such run or step.
+        """
+        _goes_with("--init-step", self.init_step, "--init-from", self.init_from)
+        _goes_with("--carry", self.carry, "--init-from", self.init_from)
+        if self.init_from is None:
+            return {}
+        start: Any = self.init_from
+        if self.init_step is not None:
+            from emergent_heads.training.run import Run
+
+            start = Run.open(self.init_from).series[self.init_step]
+        return {"init_from": start, "carry": self.carry or "all"}
+
+
+@dataclass(frozen=True)
 class Train:
-    """Trains a small model, with every hook in place, on a task whose right attention pattern or features are known.
+    """Trains a small model, with every hook in place: on a task whose right attention pattern or features are known,
+    on text, or on sequences to learn from before text.
 
     A finished run is read again, and one that was interrupted goes on.
 
     Example: emergent-heads train --task linear_map --n-layers 1 --d-model 128 --steps 500 --out runs/linear-map
+
+    Example: emergent-heads train --task repeated_text --vocabulary-size 128 --context 64 --gpt-neox --n-layers 2
+    --d-model 64 --steps 1000 --init-from runs/dyck --carry "all but embeddings" --out runs/text --export exported/text
     """
 
     task: TrainingTask
@@ -615,24 +763,42 @@ class Train:
     training: Training
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """folder of the run"""
+    start: Start = field(default_factory=Start)
     plot: FigureFile = None
     """draw loss and accuracy over the steps: .png, .pdf or .svg"""
+    export: Annotated[Path | None, _unset("DIR")] = None
+    """also write the checkpoints as Hugging Face folders step0/, step1/, ... (for --gpt-neox and --transformer-pp)"""
 
     def run(self, line: str) -> None:
         _check_outputs(None, self.plot)
         _check_device(self.training.device)
         config, task, settings = self.model.make(), self.task.make(), self.training.settings()
+        if self.export is not None:
+            self._check_export(config, settings)
         from emergent_heads.training.loop import train
 
-        run = train(config, task, self.out, **settings)
+        run = train(config, task, self.out, **settings, **self.start.settings())
         print(run)
         _print_table(run.metrics.iloc[-1:])
+        if self.export is not None:
+            _say(f"wrote {run.export_huggingface(self.export)}")
         if self.plot is not None:
             from emergent_heads.plots.figure import save_figure
 
             _say(f"wrote {save_figure(run.plot(), self.plot)}")
         if run.status == "diverged":
             raise WorkFailedError(f"{run!r}; its checkpoints before that are in {self.out}")
+
+    def _check_export(self, config: "SmallModelConfig", settings: dict[str, Any]) -> None:
+        """What cannot be exported is refused before it is trained."""
+        from emergent_heads.training.export import check_export
+        from emergent_heads.training.settings import TrainingSettings
+
+        training = TrainingSettings(
+            **{name: value for name, value in settings.items() if name not in ("seed", "device")}
+        )
+        assert self.export is not None
+        check_export(config, training, training.checkpoint_steps(), self.export)
 
 
 @dataclass(frozen=True)
@@ -682,6 +848,7 @@ class Probe:
     """test rows, and as many to choose penalty and layer by"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("probes")
     """folder for the probes of each run, and features.csv (a row per feature)"""
+    workers: Helpers = field(default_factory=Helpers)
     plot: FigureFile = None
     """draw task loss and probe losses over the steps: .png, .pdf or .svg"""
 
@@ -691,18 +858,20 @@ class Probe:
         from emergent_heads.analysis.probes import probe_series
         from emergent_heads.analysis.quiet import classify_features
 
-        probes = [
-            probe_series(
-                run.series,
-                run.task,
-                self.feature or None,
-                steps=self.steps,
-                n_train=self.n_train,
-                n_test=self.n_test,
-                path=self.out / run.name,
-            )
-            for run in runs
-        ]
+        with self.workers.open(self.out) as who:
+            probes = [
+                probe_series(
+                    run.series,
+                    run.task,
+                    self.feature or None,
+                    steps=self.steps,
+                    n_train=self.n_train,
+                    n_test=self.n_test,
+                    path=self.out / run.name,
+                    **who,
+                )
+                for run in runs
+            ]
         for each in probes:
             print(each.last.headline())
             _print_table(each.last.shown())
@@ -741,6 +910,7 @@ class Ablate:
     """draws of each random control"""
     rows: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
     """sequences to measure on"""
+    workers: Helpers = field(default_factory=Helpers)
     out: TableFile = None
     """write the table: .csv, .parquet or .json"""
     plot: FigureFile = None
@@ -759,16 +929,18 @@ class Ablate:
         along = open_probes(inside if inside.is_dir() else self.probes)
         checkpoint = series[along.steps[-1] if self.step is None else self.step]
         probes = along[checkpoint.step]
-        found = ablate_features(
-            checkpoint,
-            task,
-            probes if self.at_layers is None else probes.at_layers(self.at_layers),
-            self.controls,
-            self.how,
-            features=self.feature or None,
-            layers=self.layers,
-            n=self.rows,
-        )
+        with self.workers.open(_folder_of(self.out)) as who:
+            found = ablate_features(
+                checkpoint,
+                task,
+                probes if self.at_layers is None else probes.at_layers(self.at_layers),
+                self.controls,
+                self.how,
+                features=self.feature or None,
+                layers=self.layers,
+                n=self.rows,
+                **who,
+            )
         _print_result(found)
         _write(found, self.out, self.plot, line)
 
@@ -1063,6 +1235,11 @@ def _file_of(path: Path | None, task: str, tasks: list[str]) -> Path | None:
     if path is None or len(tasks) == 1:
         return path
     return path.with_name(f"{path.stem}.{task}{path.suffix}")
+
+
+def _folder_of(path: Path | None) -> Path:
+    """Where a file goes, for what is written beside it; else the working folder."""
+    return Path() if path is None else path.parent
 
 
 def _check_outputs(table: Path | None, figure: Path | None) -> None:
