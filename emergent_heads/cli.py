@@ -508,8 +508,7 @@ class TrainingTask:
     """What the model is trained on; what is left out has the task's own value."""
 
     task: TrainingTaskName
-    """linear maps and cellular automata, whose right attention pattern is known; algorithms, whose features are;
-    formal languages and automata to train on before text; text, with passages of it said over and over, or shuffled"""
+    """tasks whose right attention pattern or whose features are known, text, and sequences to learn from before it"""
     state_size: Number = None
     """linear_map, cellular_automaton: tokens in a state"""
     states: Number = None
@@ -595,6 +594,8 @@ class TrainingTask:
         known = {each.name for each in fields(task)}
         renamed = {"task_seed": "seed", "repeated_share": "share"}
         given = {name: value for name, value in _told(self).items() if name != "task" and value is not False}
+        if self.paths is not None and len(self.paths) == 1:
+            given["paths"] = self.paths[0]
         of_repetition = ("repeated_share", "passage") if self.task == "repeated_text" else ()
         more = {renamed.get(name, name): given.pop(name) for name in of_repetition if name in given}
         for name in given:

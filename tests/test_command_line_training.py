@@ -133,15 +133,24 @@ def test_every_task_that_models_are_trained_on_is_there():
         for each in vars(tasks).values()
         if isinstance(each, type) and issubclass(each, tasks.SequenceTask) and hasattr(each, "__dataclass_fields__")
     }
-    assert trained == set(TRAINING_TASKS.values())
+    assert trained - {tasks.Mixture} == set(TRAINING_TASKS.values())
 
 
 def test_options_are_those_of_the_library():
     """Every option is a setting of the library under its name, with the library's choices."""
-    own = {"task", "task_seed", "mixer_option", "bias_from_step", "bias_until_step", "seed", "device"}
+    own = {
+        "task",
+        "task_seed",
+        "repeated_share",
+        "mixer_option",
+        "bias_from_step",
+        "bias_until_step",
+        "seed",
+        "device",
+    }
     known = {
         cli.TrainingTask: {name for task in TRAINING_TASKS.values() for name in task.__dataclass_fields__},
-        cli.Model: {*SmallModelConfig.__dataclass_fields__, "transformer_pp"},
+        cli.Model: {*SmallModelConfig.__dataclass_fields__, "transformer_pp", "gpt_neox"},
         cli.Training: TrainingSettings.__dataclass_fields__,
     }
     for options, names in known.items():
@@ -152,6 +161,120 @@ def test_options_are_those_of_the_library():
         assert {"norm", "schedule"} & set(chosen)
         assert all(set(get_args(theirs[name])) == set(get_args(get_args(ours[name])[0])) for name in chosen)
     assert set(BOUNDARIES) == set(get_args(get_args(get_type_hints(cli.TrainingTask)["boundary"])[0]))
+
+
+BEFORE_TEXT = {
+    "dyck": (["--brackets", 2, "--max-depth", 3, "--p-open", 0.4, "--length", 8, "--balanced"], tasks.Dyck),
+    "shuffle_dyck": (["--brackets", 2, "--max-depth", 3, "--length", 8], tasks.ShuffleDyck),
+    "neural_cellular_automata": (
+        [
+            *("--grid", 4, "--colours", 2, "--length", 8, "--rules", 2, "--burn-in", 1, "--task-seed", 5),
+            *("--complexity", 0.1, 1, "--token-bytes", 1),
+        ],
+        tasks.NeuralCellularAutomata,
+    ),
+}
+OPTION_OF = {"task_seed": "seed"}
+
+
+@pytest.mark.parametrize("name", BEFORE_TEXT)
+def test_sequences_to_learn_from_before_text_are_trained_by_their_names(name, tmp_path):
+    options, kind = BEFORE_TEXT[name]
+    assert run("train", "--task", name, *options, *MODEL, *SHORT, "--out", tmp_path / "run") == 0
+    values: dict[str, list] = {}
+    for each in options:
+        if isinstance(each, str):
+            option = each.removeprefix("--").replace("-", "_")
+            values[OPTION_OF.get(option, option)] = given = []
+        else:
+            given.append(each)
+    settings = {
+        key: (value[0] if len(value) == 1 else tuple(value)) if value else True for key, value in values.items()
+    }
+    assert Run.open(tmp_path / "run").task == kind(**settings)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"the cat number {i} sat on the mat and ate {i * 7} rats" for i in range(60)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "around"),
+    [
+        ("text_corpus", [], lambda text: text),
+        (
+            "repeated_text",
+            ["--repeated-share", 0.5, "--passage", 2, 4],
+            lambda text: tasks.repeated_text(text, 0.5, (2, 4)),
+        ),
+        ("repeated_text", ["--passage", 2, 4], lambda text: tasks.repeated_text(text, passage=(2, 4))),
+        ("shuffled_tokens", [], tasks.ShuffledTokens),
+    ],
+)
+def test_text_is_trained_on(name, options, around, text_file, tmp_path):
+    text = [
+        "--paths",
+        text_file,
+        "--vocabulary-size",
+        40,
+        "--context",
+        8,
+        "--held-out-share",
+        0.3,
+        "--separator",
+        "\n\n",
+    ]
+    assert run("train", "--task", name, *text, *options, *MODEL, *SHORT, "--out", tmp_path / "run") == 0
+    corpus = tasks.TextCorpus(str(text_file), vocabulary_size=40, context=8, held_out_share=0.3, separator="\n\n")
+    assert Run.open(tmp_path / "run").task == around(corpus)
+
+
+def test_a_run_starts_from_another_and_is_taken_elsewhere(text_file, tmp_path, capsys):
+    dyck = ["--task", "dyck", "--brackets", 3, "--length", 8, "--gpt-neox", *MODEL, *SHORT, "--out", tmp_path / "dyck"]
+    assert run("train", *dyck) == 0
+    text = [
+        "--task",
+        "text_corpus",
+        "--paths",
+        text_file,
+        "--separator",
+        "\n\n",
+        "--vocabulary-size",
+        40,
+        "--context",
+        8,
+    ]
+    start = ["--init-from", tmp_path / "dyck", "--carry", "all but embeddings"]
+    line = [
+        "train",
+        *text,
+        "--gpt-neox",
+        *MODEL,
+        *SHORT,
+        *start,
+        "--out",
+        tmp_path / "text",
+        "--export",
+        tmp_path / "hf",
+    ]
+    assert run(*line) == 0
+    captured = capsys.readouterr()
+    assert "from dyck step 4 (all but embeddings)" in captured.out
+    assert f"wrote {tmp_path / 'hf'}" in captured.err
+    assert (Run.open(tmp_path / "text").init_from or {})["carry"] == "all but embeddings"
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["run.json", "step0", "step2", "step4"]
+    assert Run.open(tmp_path / "text").config == SmallModelConfig.gpt_neox(1, 16, 2).for_task(
+        Run.open(tmp_path / "text").task
+    )
+    assert run(*line) == 0  # the same again changes nothing
+
+    earlier = ["--init-from", tmp_path / "dyck", "--init-step", 2]
+    assert run("train", *dyck[:-2], "--seed", 1, *earlier, "--out", tmp_path / "more") == 0
+    assert (Run.open(tmp_path / "more").init_from or {})["step"] == 2
+    assert "from dyck step 2 (all)" in capsys.readouterr().out
 
 
 WRONG_TRAIN = {
@@ -179,6 +302,32 @@ WRONG_TRAIN = {
     "checkpoint after the end": ([*TASK, *MODEL, *SHORT, "--checkpoints", "9"], "step 9"),
     "unknown device": ([*TASK, *MODEL, *SHORT, "--device", "abacus"], "no device 'abacus'"),
     "figure suffix": ([*TASK, *MODEL, *SHORT, "--plot", "x.csv"], ".png, .pdf, .svg"),
+    "two kinds of model": ([*TASK, *MODEL, *SHORT, "--gpt-neox", "--transformer-pp"], "two kinds of model; give one"),
+    "another text task's option": (
+        ["--task", "text_corpus", *MODEL, *SHORT, "--passage", "2", "4"],
+        "--passage is no option of the task text_corpus",
+    ),
+    "a text task without the file": (
+        ["--task", "text_corpus", "--paths", "nowhere.txt", *MODEL, *SHORT],
+        "nowhere.txt",
+    ),
+    "brackets of a task without": ([*TASK, *MODEL, *SHORT, "--brackets", "2"], "--brackets is no option"),
+    "a start that is not there": ([*TASK, *MODEL, *SHORT, "--init-from", "nowhere"], "nowhere is no run folder"),
+    "a step of a start that is not there": (
+        [*TASK, *MODEL, *SHORT, "--init-from", "nowhere", "--init-step", "2"],
+        "nowhere is no run folder",
+    ),
+    "carry without a start": ([*TASK, *MODEL, *SHORT, "--carry", "all"], "--carry goes with --init-from"),
+    "a step without a start": ([*TASK, *MODEL, *SHORT, "--init-step", "2"], "--init-step goes with --init-from"),
+    "unknown carry": ([*TASK, *MODEL, *SHORT, "--init-from", "x", "--carry", "some"], "all but embeddings"),
+    "export of what cannot be": (
+        [*TASK, *MODEL, *SHORT, "--export", "hf"],
+        "positions is 'learned' and must be 'rotary'",
+    ),
+    "export of a biased run": (
+        [*TASK, *MODEL, *SHORT, "--gpt-neox", "--attention-bias", "2", "--export", "hf"],
+        "which a GPT-NeoX has no place for",
+    ),
 }
 
 

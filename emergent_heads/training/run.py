@@ -152,10 +152,11 @@ class Run:
         Each holds `config.json`, `model.safetensors` and, of a run on text, the tokenizer, so that
         `AutoModelForCausalLM.from_pretrained(path / "step1")` and `CheckpointSeries.from_directory(path)` read them;
         `path/run.json` is the run's manifest. A model as `SmallModelConfig.gpt_neox` makes it becomes a GPT-NeoX, one
-        as `SmallModelConfig.transformer_pp` makes it a Llama. The folder appears when all is written.
+        as `SmallModelConfig.transformer_pp` makes it a Llama. The folder appears when all is written; one that holds the
+        same export already is left as it is.
 
         Args:
-            path: a folder that does not exist yet, or an empty one.
+            path: a folder that does not exist yet, or is empty.
             steps: which checkpoints; None for all.
 
         Returns:
@@ -164,7 +165,7 @@ class Run:
         Raises:
             UnsupportedModelError: the model is neither, or has an attention bias at one of the steps.
             UnknownStepError: the run has no such checkpoint. CheckpointError: one cannot be read. OutputError: the
-            folder is not empty, or cannot be written.
+            folder holds something else, or cannot be written.
         """
         from emergent_heads.training.export import export_huggingface
 
