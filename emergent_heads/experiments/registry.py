@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from emergent_heads.experiments.study import Study
 
 Scale = Literal["small", "paper"]
-Paper = Literal["sparse attention", "quiet features"]
+Paper = Literal["sparse attention", "quiet features", "pre-pretraining"]
 SCALES: tuple[Scale, ...] = ("small", "paper")
 
 
@@ -308,7 +308,28 @@ _QUIET_FEATURES = (
     ),
 )
 
-EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (*_SPARSE_ATTENTION, *_QUIET_FEATURES)}
+_PRE_PRETRAINING = (
+    Experiment(
+        "pre-pretraining",
+        "Synthetic data first",
+        "Pre-pretraining on Dyck languages or neural cellular automata can make in-context capabilities of a language "
+        "model emerge in fewer steps.",
+        "An arm brings a capability sooner if the difference of restricted mean steps to those without "
+        "pre-pretraining has its whole 95 % bootstrap interval below 0 and a log-rank test gives p < 0.05; not sooner "
+        "if the interval says that it saves less than a tenth of the steps. Two clocks: steps on text alone, and all "
+        "steps. The claim holds if Dyck, shuffle Dyck or NCA brings string repetition or in-context repetition sooner "
+        "by the first clock, with p < 0.05 after Holm's correction for these six tries; it does not hold if all six "
+        "are not sooner. Heads carry over if, over the heads, the rank correlation of delta_p in pre-pretraining "
+        "and delta_p at the emergence on text is higher within a seed than between seeds (whole interval).",
+        "pre_pretraining:PRE_PRETRAINING",
+        "",
+        "pre-pretraining",
+    ),
+)
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    each.name: each for each in (*_SPARSE_ATTENTION, *_QUIET_FEATURES, *_PRE_PRETRAINING)
+}
 
 
 def find_experiment(name: str) -> Experiment:

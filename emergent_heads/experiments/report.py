@@ -83,7 +83,16 @@ alone, untrained models of the same shape.
 - The ablation was meant to be judged by the paper's edit; see there why it is judged by LEACE.
 - Multiplication was first tried with 4 bits: its features came out as not learned, for want of problems to probe with.
 """
-_INTRODUCTIONS: Mapping[Paper, str] = {"sparse attention": _SPARSE_ATTENTION, "quiet features": _QUIET_FEATURES}
+_PRE_PRETRAINING = """\
+The last claim of the sparse-attention paper, said there to be preliminary and to vary by task and seed; its sizes and
+corpora are not known to us. The languages are those of Hu et al., "Between Circuits and Chomsky" (arXiv 2502.19249),
+the neural cellular automata those of Lee et al. (arXiv 2603.10055), both at sizes for two cores.
+"""
+_INTRODUCTIONS: Mapping[Paper, str] = {
+    "sparse attention": _SPARSE_ATTENTION,
+    "quiet features": _QUIET_FEATURES,
+    "pre-pretraining": _PRE_PRETRAINING,
+}
 _SETTINGS = (
     "bits",
     "groups",
