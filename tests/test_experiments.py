@@ -77,7 +77,7 @@ def planted(name):
 def test_the_list_of_experiments_needs_no_torch():
     code = "import sys, emergent_heads.experiments.registry as r; print(len(r.EXPERIMENTS), 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["20", "False"]
+    assert said.split() == ["21", "False"]
 
 
 def test_an_unknown_experiment_is_refused_with_the_nearest_names():

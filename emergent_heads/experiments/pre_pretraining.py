@@ -260,13 +260,18 @@ class _Comparison:
 
 
 def _compared(arm: _Measured, none: _Measured, outcome: str, clock: str) -> _Comparison:
-    horizon = min(arm.horizon(clock), none.horizon(clock))
+    horizon = _horizon(arm, none, clock)
     ours, theirs = arm.times(outcome, clock), none.times(outcome, clock)
     return _Comparison(
         restricted_mean_difference(ours, theirs, horizon, seed=0),
         log_rank_p(ours, theirs),
         restricted_mean(*theirs, horizon, seed=0).value,
     )
+
+
+def _horizon(arm: _Measured, none: _Measured, clock: str) -> float:
+    """The last step that the runs of both have: those without pre-pretraining are trained on text for longer."""
+    return min(one.horizon(clock) for one in (arm, none))
 
 
 def _judge(runs: pd.DataFrame, folder: Path) -> Judgement:
@@ -285,9 +290,9 @@ def _judge(runs: pd.DataFrame, folder: Path) -> Judgement:
     ]
     checks += [_carried(name, arm) for name, arm in measured.items()]
     table = pd.DataFrame(
-        [_row(NONE, none, outcome, {}) for outcome in OUTCOMES]
+        [_row(NONE, none, none, outcome, {}) for outcome in OUTCOMES]
         + [
-            _row(name, arm, outcome, {clock: compared[name, outcome, clock] for clock in CLOCKS})
+            _row(name, arm, none, outcome, {clock: compared[name, outcome, clock] for clock in CLOCKS})
             for name, arm in measured.items()
             for outcome in OUTCOMES
         ]
@@ -351,9 +356,11 @@ def _rank_correlation(before: np.ndarray, after: np.ndarray) -> float:
     return float(stats.spearmanr(before, after)[0])  # pyright: ignore[reportArgumentType]
 
 
-def _row(name: str, arm: _Measured, outcome: str, compared: Mapping[str, _Comparison]) -> dict[str, Any]:
+def _row(
+    name: str, arm: _Measured, none: _Measured, outcome: str, compared: Mapping[str, _Comparison]
+) -> dict[str, Any]:
     times, never = arm.times(outcome, "after")
-    mean = restricted_mean(times, never, arm.horizon("after"), seed=0)
+    mean = restricted_mean(times, never, _horizon(arm, none, "after"), seed=0)
     row: dict[str, Any] = {
         "pre-pretraining": name,
         "outcome": outcome,

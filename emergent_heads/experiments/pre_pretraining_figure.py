@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_CLOCKS = {"steps_after": (BLUE, "o", "after pre-pretraining"), "steps_total": (VERMILION, "s", "in all")}
+_CLOCKS = {
+    "steps_after": (BLUE, "o", "difference after pre-pretraining"),
+    "steps_total": (VERMILION, "s", "difference in all"),
+}
 
 
 def overview(_: pd.DataFrame, judgement: Judgement) -> "Figure":
@@ -41,8 +44,9 @@ def overview(_: pd.DataFrame, judgement: Judgement) -> "Figure":
             if column:
                 above.set_yticklabels([])
                 below.set_yticklabels([])
-        handles, labels = panels[len(outcomes)].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+        marks = [each.get_legend_handles_labels() for each in (panels[0], panels[len(outcomes)])]
+        handles, labels = ([*above, *below] for above, below in zip(*marks, strict=True))
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
 
 
@@ -52,12 +56,13 @@ def _draw_runs(axes: "Axes", curves: pd.DataFrame, arms: Sequence[str]) -> None:
         rows = curves.loc[curves["arm"] == arm]
         steps, never = rows["steps_after"].to_numpy(float), rows["never"].to_numpy(bool)
         beside = place + np.linspace(-0.22, 0.22, len(rows))
-        axes.plot(steps[~never], beside[~never], "o", color=BLUE, alpha=0.55, markeredgewidth=0)
-        axes.plot(steps[never], beside[never], "o", markerfacecolor="none", color=GREY)
+        said = [None, None, None] if place else ["a run", "never by then", "restricted mean"]
+        axes.plot(steps[~never], beside[~never], "o", color=GREY, alpha=0.7, markeredgewidth=0, label=said[0])
+        axes.plot(steps[never], beside[never], "o", markerfacecolor="none", color=GREY, label=said[1])
         mean = restricted_mean(steps, never, horizon, seed=0).value
-        axes.plot([mean, mean], [place - 0.36, place + 0.36], color="black", linewidth=1.6)
+        axes.plot([mean, mean], [place - 0.36, place + 0.36], color="black", linewidth=1.6, label=said[2])
     axes.set_xlim(left=0)
-    axes.set_xlabel("steps after pre-pretraining\n(bar: restricted mean; hollow: never)")
+    axes.set_xlabel("steps after pre-pretraining")
     _arm_axis(axes, arms)
 
 
