@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emergent_heads.errors import ArgumentError
@@ -57,6 +57,8 @@ def test_counts_are_exact_and_no_matter_of_chance():
     assert Mixture((LOW, HIGH, LOW), (0.1, 0.2, 0.7)).rows(10, 0) == (1, 2, 7)
 
 
+@settings(deadline=None)
+@example([17, 20, 6, 13], 52)  # equal remainders that differ in floating point
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any), st.integers(1, 200))
 def test_counts_are_those_of_largest_remainders(weights, n):
     mixture = Mixture((LOW,) * len(weights), weights)
@@ -183,7 +185,7 @@ def test_tasks_of_two_tokenizers_are_refused(text):
 
 
 def test_what_makes_no_sense_is_refused():
-    for tasks, settings, message in (
+    for tasks, arguments, message in (
         ((), {}, "at least one"),
         ((LOW, "text"), {}, "at least one"),
         ((LOW, HIGH), {"weights": (1,)}, r"weights \[1.0\] for 2 tasks"),
@@ -201,7 +203,7 @@ def test_what_makes_no_sense_is_refused():
         ((LOW, HIGH), {"vocabulary": "own"}, "vocabulary must be shared or disjoint"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            Mixture(tasks, **settings)
+            Mixture(tasks, **arguments)
     with pytest.raises(ArgumentError, match="n is 0"):
         Mixture((LOW, HIGH)).batch(0, seed=0)
 
