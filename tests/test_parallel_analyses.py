@@ -217,7 +217,7 @@ def test_workers_find_what_is_found_without_them(strategy, tasks, threads, proce
 
 
 def test_a_scan_of_one_series_is_spread_and_reads_each_checkpoint_once(tasks, tmp_path, processes, monkeypatch):
-    monkeypatch.setattr("emergent_heads.analysis.emergence._MOST_IN_PIECE", 2)
+    monkeypatch.setattr("emergent_heads.analysis.emergence._MOST_IN_PIECE", 1)
     series = blended_series(tmp_path)
     points = eh.find_emergence(series, tasks, "scan", executor=processes, progress=False)
     assert loads(tmp_path) == dict.fromkeys(range(N_STEPS), 1)
