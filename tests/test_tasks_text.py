@@ -248,6 +248,8 @@ def test_batches_are_the_same_whatever_was_drawn_before(text):
         assert (pickle.loads(pickle.dumps(task)).batch(8, seed=1, step=5).tokens == batch.tokens).all()
         for other in ({"seed": 2}, {"step": 6}, {"split": "held-out"}, {"split": "report"}):
             assert (task.batch(8, **{"seed": 1, "step": 5, **other}).tokens != batch.tokens).any(), (task, other)
+        held_out, report = (task.batch(8, seed=1, step=5, split=split).tokens for split in ("held-out", "report"))
+        assert (held_out != report).any()
     with pytest.raises(ArgumentError, match="n is 0"):
         text.batch(0, seed=0)
 
