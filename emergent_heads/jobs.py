@@ -122,7 +122,7 @@ def run_jobs(
         if executor is None:
             count = min(cores() if workers is None else workers, len(jobs))
             executor = stack.enter_context(Local(count)) if count else _Here()
-        yield from _Round(executor, Modules(with_files(modules)), bar).run(jobs)
+        yield from _Round(executor, _Modules(with_files(modules)), bar).run(jobs)
 
 
 def values(ended: Iterable[Ended]) -> Iterator[tuple[Job, Any]]:
@@ -140,22 +140,6 @@ def values(ended: Iterable[Ended]) -> Iterator[tuple[Job, Any]]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Modules(tuple[tuple[str, Path | None], ...]):
-    """Modules with their files, which are loaded where this is unpickled: before what stands behind it in a pickle.
-
-    So a worker knows the classes of a task or mixer that is defined in a file off its import path.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (tuple(self),)
-
-
-def _loaded(modules: Iterable[tuple[str, Path | None]]) -> Modules:
-    for name, file in modules:
-        load_module(name, file)
-    return Modules(modules)
 
 
 class _Here:
@@ -185,11 +169,30 @@ class _Raised:
     traceback: str
 
 
-def _attempt(parcel: tuple[Modules, Callable[..., Any], tuple[Any, ...]]) -> Any:
-    """Runs a job in a worker. It comes in one piece, so that its modules are there before its arguments."""
-    _, function, arguments = parcel
+class _Modules(tuple[tuple[str, Path | None], ...]):
+    """Modules with their files, which are loaded where this is unpickled: before what stands behind it in a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (tuple(self),)
+
+
+def _loaded(modules: Iterable[tuple[str, Path | None]]) -> _Modules:
+    for name, file in modules:
+        load_module(name, file)
+    return _Modules(modules)
+
+
+class _Parcel:
+    """A job for a worker, in one piece, the modules first: its function and arguments may be of their classes."""
+
+    def __init__(self, modules: _Modules, job: Job) -> None:
+        self.modules, self.function, self.arguments = modules, job.function, job.arguments
+
+
+def _attempt(parcel: _Parcel) -> Any:
+    """Runs a job in a worker."""
     try:
-        return function(*arguments)
+        return parcel.function(*parcel.arguments)
     except Exception as error:
         return _Raised(sendable(error), "".join(traceback.format_exception(error)))
 
@@ -216,7 +219,7 @@ class _Handed:
 class _Round:
     """The jobs of one call: handed over and waited for, or resting because another process is at them."""
 
-    def __init__(self, executor: Executor, modules: Modules, bar: Any) -> None:
+    def __init__(self, executor: Executor, modules: _Modules, bar: Any) -> None:
         self._executor: Any = executor
         self._modules, self._bar = modules, bar
         self._handed: dict[_Handed, None] = {}  # in order
@@ -253,7 +256,7 @@ class _Round:
 
     def _hand_over(self, each: _Handed) -> None:
         self._handed[each] = None
-        each.future = self._executor.submit(_attempt, (self._modules, each.job.function, each.job.arguments))
+        each.future = self._executor.submit(_attempt, _Parcel(self._modules, each.job))
         if isinstance(each.future, Future):
             each.future.add_done_callback(lambda _: self._called_back.put(each))
         else:

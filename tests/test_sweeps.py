@@ -334,7 +334,7 @@ def test_executors_of_ones_own(kind, tmp_path, monkeypatch):
     runs, executor = trouble("none", "raise"), Own(kind)
     result = run_sweep(runs, "sweep", executor, progress=False)
     assert result.table["status"].tolist() == ["not solved", "failed"]
-    assert [job[1] for ((_, _, job),) in executor.arguments] == [tmp_path / "sweep"] * 2  # absolute: other machines
+    assert [parcel.arguments[1] for (parcel,) in executor.arguments] == [tmp_path / "sweep"] * 2  # absolute: other machines
 
 
 def test_processes_that_cannot_begin_end_the_sweep(tmp_path):
