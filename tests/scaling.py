@@ -153,11 +153,12 @@ def measure(shape: Shape, folder: Path) -> dict[str, float]:
 def measured_in_processes_of_their_own() -> dict[str, dict[str, float]]:
     """By size; a process each, so that the peak of memory is its own."""
     found = {}
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(1) as planting, spawn.Pool(1, maxtasksperchild=1) as measuring:
         for shape in PYTHIAS:
             with TemporaryDirectory() as folder:
-                pool.apply(plant, (shape, Path(folder)))
-                found[shape.name] = pool.apply(measure, (shape, Path(folder)))
+                planting.apply(plant, (shape, Path(folder)))
+                found[shape.name] = measuring.apply(measure, (shape, Path(folder)))
     return found
 
 
