@@ -267,16 +267,19 @@ def test_a_killed_run_goes_on_bit_for_bit_without_the_earlier_one(saved, earlier
         shutil.copytree(earlier.path, tmp_path / place / "first")
     whole = quick(tmp_path / "whole", seed=1, init_from=tmp_path / "there" / "first")
     first = Run.open(tmp_path / "here" / "first")
+    another = first.series[8]
     unfinished(tmp_path / "run", seed=1, init_from=first, save_every_seconds=0 if saved else 1000)
     assert (tmp_path / "run" / "resume.safetensors").exists() == saved
     shutil.rmtree(first.path)
+    with pytest.raises(NoCheckpointsError):  # that it was begun with another checkpoint is known, too
+        quick(tmp_path / "run", seed=1, init_from=another)
     run = quick(tmp_path / "run", seed=1, init_from=first)
     assert same_runs(run.path, whole.path)
     assert run.init_from == whole.init_from
     assert not (run.path / "initial.safetensors").exists()
     assert quick(tmp_path / "run", seed=1, init_from=first.path).status == "finished"  # done, and still gone
-    with pytest.raises(NoCheckpointsError):  # that it was begun with another checkpoint is known, too
-        quick(tmp_path / "run", seed=1, init_from=earlier.path.with_name("second"))
+    with pytest.raises(NoCheckpointsError):
+        quick(tmp_path / "run", seed=1, init_from=first.path.with_name("second"))
 
 
 def test_weights_kept_for_a_resume_are_checked(earlier, tmp_path):
