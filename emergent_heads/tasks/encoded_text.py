@@ -180,7 +180,7 @@ def held_out(documents: Sequence[str], share: float) -> Iterator[bool]:
         )
     left, chosen = share * sum(sizes.values()), set[bytes]()
     for key in sorted(sizes):
-        if sizes[key] <= left and len(chosen) < len(sizes) - 1:
+        if sizes[key] <= left:
             chosen.add(key)
             left -= sizes[key]
     chosen = chosen or {min(sizes, key=lambda key: (sizes[key], key))}
