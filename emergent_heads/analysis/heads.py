@@ -17,6 +17,7 @@ from scipy import stats
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.patching import Pair, check_choice, head_patterns, open_pair
 from emergent_heads.analysis.pattern_scores import SCORES, pattern_scores
 from emergent_heads.errors import ArgumentError
@@ -163,6 +164,7 @@ def rank_heads(
     n_sample: int = 16,
     batch_size: int | None = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> HeadRanking:
     """Ranks heads by delta_p: post's pattern of one head put into pre, everything else pre's own.
 
@@ -178,6 +180,7 @@ def rank_heads(
         n_best, n_sample: for "screen" only.
         batch_size: largest number of sequences run together; by default chosen from the model's width.
         seed: of the bootstrap and the random sample.
+        progress: whether to show a bar.
 
     Raises:
         ModelMismatchError: the models have different shapes.
@@ -193,7 +196,7 @@ def rank_heads(
         estimates = _first_order_estimates(pair, rows)
         chosen, run = _screened(estimates, n_best, n_sample, seed)
         columns = {"first_order_estimate": estimates, "run": run}
-    log_p, matched = _patched_answers(pair, chosen, rows, batch_size)
+    log_p, matched = _patched_answers(pair, chosen, rows, batch_size, progress)
     delta_p = np.exp(log_p) - pair.p_pre
     table = _table(delta_p, log_p - pair.pre.log_p.double().numpy(), matched, _scores(pair), seed, columns)
     if method == "screen":
@@ -202,7 +205,7 @@ def rank_heads(
 
 
 def _patched_answers(
-    pair: Pair, chosen: Bool[np.ndarray, "layer head"], rows: str, batch_size: int | None
+    pair: Pair, chosen: Bool[np.ndarray, "layer head"], rows: str, batch_size: int | None, progress: bool
 ) -> tuple[Float[np.ndarray, "layer head prompt"], Float[np.ndarray, "layer head prompt"]]:
     """Log p and match with each chosen head patched alone; NaN for the others."""
     log_p = np.full((*chosen.shape, len(pair.batch)), np.nan)
@@ -212,9 +215,10 @@ def _patched_answers(
     log_p[chosen & same] = pair.pre.log_p.double().numpy()
     matched[chosen & same] = pair.pre.matched.numpy()
     heads = np.argwhere(chosen & ~same)
-    with tqdm(total=len(heads) * len(pair.batch), desc="heads x prompts", leave=False) as progress:
+    shown = notebook.bar(progress)
+    with tqdm(total=len(heads) * len(pair.batch), desc="heads x prompts", leave=False, **shown) as bar:
         for prompts, trace, patterns in pair.traces():
-            # Many at a time, so that they are unembedded together; not all, so that progress shows.
+            # Many at a time, so that they are unembedded together; not all, so that the bar moves.
             size = max(1, _RUNS_AT_A_TIME // len(trace.batch))
             for part in (heads[start : start + size] for start in range(0, len(heads), size)):
                 layer, head = part.T
@@ -222,7 +226,7 @@ def _patched_answers(
                 answers = pair.model.engine.patch_heads(trace, patterns, at, rows=rows, batch_size=batch_size)
                 log_p[layer, head, prompts] = answers.log_p.double().numpy()
                 matched[layer, head, prompts] = answers.matched.numpy()
-                progress.update(answers.log_p.numel())
+                bar.update(answers.log_p.numel())
     return log_p, matched
 
 

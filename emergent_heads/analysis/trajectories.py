@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.heads import HeadRanking
 from emergent_heads.analysis.pattern_scores import pattern_scores
 from emergent_heads.checkpoints.known_issues import mark_steps
@@ -49,6 +50,7 @@ def head_trajectories(
     heads: HeadRanking | Sequence[Head],
     *,
     steps: Sequence[int] | None = None,
+    progress: bool = True,
 ) -> HeadTrajectories:
     """Follows chosen heads' attention patterns through training, on the task's prompts.
 
@@ -57,6 +59,7 @@ def head_trajectories(
         task: the capability.
         heads: `(layer, head)` pairs, or a ranking, of which the first four are taken.
         steps: which checkpoints; all by default.
+        progress: whether to show a bar.
 
     Raises:
         UnknownStepError: the series has no such step.
@@ -66,7 +69,8 @@ def head_trajectories(
     if not pairs:
         raise ArgumentError("no heads to follow: give at least one (layer, head)")
     rows, problems = [], {}
-    for step in tqdm(series.steps if steps is None else sorted(steps), desc="checkpoints", leave=False):
+    chosen = series.steps if steps is None else sorted(steps)
+    for step in tqdm(chosen, desc="checkpoints", leave=False, **notebook.bar(progress)):
         checkpoint = series[step]
         try:
             rows += _at_step(checkpoint.hooked(), task, pairs, step)

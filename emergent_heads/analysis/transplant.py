@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from emergent_heads import notebook
 from emergent_heads.analysis.ablation import Measured, Residuals, compared_rows, of_rows, probes_of
 from emergent_heads.analysis.ablation_controls import Runs, edits_of
 from emergent_heads.analysis.ablation_examples import choose_probed_features
@@ -89,6 +90,7 @@ def transplant_features(
     n_reference: int = 1000,
     batch_size: int | None = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> Transplant:
     """Puts the later model's component in each feature's subspace into the earlier one, in place of its own.
 
@@ -102,7 +104,7 @@ def transplant_features(
         task: as in `ablate_features`.
         probes: of `post`: those of its step, where it is a checkpoint and they are a series.
         controls: draws of each kind.
-        features, n, n_reference, batch_size, seed: as in `ablate_features`.
+        features, n, n_reference, batch_size, seed, progress: as in `ablate_features`.
 
     Raises:
         ModelMismatchError: the models have different shapes, or the probes are of another one.
@@ -124,7 +126,7 @@ def transplant_features(
         )
     of_pre = Measured.open(earlier, task, probes, chosen, "probe", **options)
     drawn = {feature: _runs(of_pre, post_reference, feature, controls, seed) for feature in of_pre.sites}
-    pre_scores, scores = _run(of_pre, post_resid, drawn, batch_size)
+    pre_scores, scores = _run(of_pre, post_resid, drawn, batch_size, progress)
     about = {
         "pre": model_name(pre),
         "post": model_name(post),
@@ -188,7 +190,11 @@ def _at_sites(measured: Measured, post: Residuals, feature: Feature):
 
 
 def _run(
-    measured: Measured, post: Residuals, drawn: Mapping[Feature, Sequence[Runs]], batch_size: int | None
+    measured: Measured,
+    post: Residuals,
+    drawn: Mapping[Feature, Sequence[Runs]],
+    batch_size: int | None,
+    progress: bool,
 ) -> tuple[Scores, dict[Feature, list[Scores]]]:
     like = measured.like()
     edits = {
@@ -208,14 +214,14 @@ def _run(
     plain: list[Answers] = []
     answers: dict[Feature, list[list[Answers]]] = {feature: [[] for _ in runs] for feature, runs in drawn.items()}
     total = len(measured.test) * sum(len(runs.names) for of in drawn.values() for runs in of)
-    with tqdm(total=total, desc="runs x rows", leave=False) as progress:
+    with tqdm(total=total, desc="runs x rows", leave=False, **notebook.bar(progress)) as bar:
         for chunk, trace in measured.test_traces():
             plain.append(trace.answers)
             for feature, of_feature in edits.items():
                 for kind, of_kind in enumerate(of_feature):
                     here = [of_rows(edit, chunk) for edit in of_kind]
                     answers[feature][kind].append(measured.engine.answers(trace, here, batch_size=batch_size))
-                    progress.update(len(trace.tokens) * len(of_kind[0].read))
+                    bar.update(len(trace.tokens) * len(of_kind[0].read))
     scores = {feature: [Scores.of(parts, measured.test) for parts in kinds] for feature, kinds in answers.items()}
     return Scores.of(plain, measured.test), scores
 

@@ -178,7 +178,7 @@ def _measured(run: Run) -> dict[str, Any]:
     steps: dict[str, int | None] = {name: point.first_crossing for name, point in found.items()}
     config = run.config
     every = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
-    scores = head_trajectories(series, repetition, every).table
+    scores = head_trajectories(series, repetition, every, progress=False).table
     for name, score in zip(HEADS, HEAD_LEVELS, strict=True):
         there = scores.loc[scores[score] >= HEAD_LEVELS[score], "step"]
         steps[name] = None if there.empty else int(there.min())
@@ -190,7 +190,8 @@ def _measured(run: Run) -> dict[str, Any]:
     if parent is not None:
         first = Run.open(run.path.parent / parent["run"])
         seconds += first.manifest["seconds"]
-        before = _delta_p(first.series.first, first.series.last, _said_twice(_ids_of(first.task)))
+        # Back to front: the first model has no readout yet that patterns could help.
+        before = -_delta_p(first.series.last, first.series.first, _own_answers(first.task))
     return {
         "steps": steps,
         "last_step": series.steps[-1],
@@ -201,10 +202,15 @@ def _measured(run: Run) -> dict[str, Any]:
     }
 
 
-def _said_twice(ids: Sequence[int]) -> PromptTask:
-    """Random tokens said twice, without the last one. Unlike `in_context_repetition`, of few symbols too."""
-    once = numpy_generator(0, "tokens said twice").choice(ids, size=(_PROMPTS, 16))
-    return tasks.from_tokens(np.hstack([once, once[:, :-1]]), once[:, -1], name="tokens said twice")
+def _own_answers(task: SequenceTask) -> PromptTask:
+    """Beginnings of a task's own sequences, each up to an answer in its second half."""
+    batch = task.batch(_PROMPTS, seed=0, split="held-out")
+    tokens, answers = batch.tokens.numpy(), batch.answer_mask.numpy().copy()
+    answers[:, : task.length // 2] = False
+    rows = np.flatnonzero(answers.any(axis=1))
+    places = numpy_generator(0, "places of answers").random(answers.shape)
+    ends = np.where(answers, places, -1).argmax(axis=1)
+    return tasks.from_tokens(tokens[rows], tokens[rows, ends[rows]], ends[rows], name="own answers")
 
 
 def _ids_of(task: SequenceTask) -> list[int]:
@@ -217,7 +223,7 @@ def _ids_of(task: SequenceTask) -> list[int]:
 def _delta_p(pre: Checkpoint, post: Checkpoint, task: PromptTask) -> Float[np.ndarray, " head"]:
     """The heads' delta_p, in order of layer and head."""
     try:
-        return rank_heads(pre, post, task).delta_p.mean(axis=-1).ravel()
+        return rank_heads(pre, post, task, progress=False).delta_p.mean(axis=-1).ravel()
     except InterventionHasNoEffect:
         return _NO_HEADS
 
