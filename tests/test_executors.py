@@ -1,5 +1,6 @@
 """Sweeps on real engines: processes, Ray on two nodes, submitit, dask; workers, nodes and drivers are killed."""
 
+import json
 import os
 import re
 import signal
@@ -12,10 +13,13 @@ import pytest
 import torch
 from gated_runs import Gate, sweeping, wait_until
 
+import emergent_heads as eh
 from emergent_heads import cli, executors
 from emergent_heads.errors import ArgumentError
 from emergent_heads.executors import Local, Ray, Slurm, open_executor
 from emergent_heads.jobs import Job, run_jobs, values
+from emergent_heads.sweeps import grid, run_sweep
+from emergent_heads.tasks import LinearMap
 
 DRIVER = Path(__file__).parent / "sweep_driver.py"
 PATIENCE_SECONDS = 300
@@ -331,3 +335,48 @@ def test_wrong_options_are_refused(options, said, command, sweep_file, tmp_path,
     told = capsys.readouterr().err
     assert re.search(said, told), told
     assert not list(tmp_path.glob("out/*"))
+
+
+# --- on GPUs
+
+
+def seen_gpus() -> list[str]:
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
+@pytest.mark.gpu
+def test_each_process_works_on_a_gpu_of_its_own():
+    here = seen_gpus()
+    with Local(len(here) + 1) as local:
+        seen = [local.submit(seen_gpus).result() for _ in range(len(here) + 1)]
+    assert seen == [[here[number % len(here)]] for number in range(len(here) + 1)]
+    with Local(1, gpus=0) as local:
+        assert local.submit(seen_gpus).result() == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sweep_in_bfloat16_and_a_ranking_in_float32(tmp_path, device):
+    """Seeds together, on a GPU in a worker, are the runs that each is alone; what they attend to ranks as on the CPU."""
+    task = LinearMap(state_size=4, sparsity=2, seed=0)
+    settings = {"n_layers": 2, "d_model": 32, "n_heads": 2, "steps": 60, "tokens_per_batch": 512, "evaluate_every": 20}
+    runs = grid(task, **settings, dtype="bfloat16", learning_rate=3e-3, seed=range(4))
+    how = {"workers": int(device == "cuda"), "device": device, "progress": False}
+    together = run_sweep(runs, tmp_path / "together", together=4, **how)
+    alone = run_sweep(runs, tmp_path / "alone", **how)
+    assert not together.failures | alone.failures
+    losses = [result.table["loss_nats"].to_numpy() for result in (together, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert (losses[0] < task.plateau).all()
+
+    folder = tmp_path / "together" / runs[0].name
+    assert json.loads((folder / "manifest.json").read_text())["device"].startswith(device)
+    sequences = task.batch(8, seed=1).tokens
+    prompts = eh.tasks.from_tokens(sequences[:, :-1].tolist(), sequences[:, -1].tolist())
+    ranked = []
+    for place in (device, "cpu"):
+        series = eh.CheckpointSeries.from_run(folder, device=place)
+        assert {weight.dtype for weight in series.last.load().parameters()} == {torch.float32}
+        ranking = eh.rank_heads(series.first, series.last, prompts).table.sort_values(["layer", "head"])
+        ranked.append(ranking["delta_p"].to_numpy())
+    assert ranked[0] == pytest.approx(ranked[1], abs=1e-5)
+    assert abs(ranked[0]).max() > 1e-4

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emergent_heads import jobs
 from emergent_heads.errors import ArgumentError
 from emergent_heads.models.attention_bias import AttentionBias
 from emergent_heads.models.small import SmallModel, SmallModelConfig
@@ -24,7 +26,9 @@ from emergent_heads.sweeps.measures import measures_of, training_cost
 from emergent_heads.sweeps.result import Outcome, sweep_result
 from emergent_heads.tasks import CellularAutomaton, LinearMap
 from emergent_heads.training.loop import train
+from emergent_heads.training.run import Run
 from emergent_heads.training.settings import TrainingSettings
+from emergent_heads.training.stacking import StackedModel
 
 BUILT_IN = (
     *("attention", "linear", "mlp_mixer", "mamba", "mamba2", "gated_delta_net", "rwkv4", "rwkv7", "xlstm"),
@@ -334,7 +338,9 @@ def test_executors_of_ones_own(kind, tmp_path, monkeypatch):
     runs, executor = trouble("none", "raise"), Own(kind)
     result = run_sweep(runs, "sweep", executor, progress=False)
     assert result.table["status"].tolist() == ["not solved", "failed"]
-    assert [parcel.arguments[1] for (parcel,) in executor.arguments] == [tmp_path / "sweep"] * 2  # absolute: other machines
+    assert [parcel.arguments[1] for (parcel,) in executor.arguments] == [
+        tmp_path / "sweep"
+    ] * 2  # absolute: other machines
 
 
 def test_processes_that_cannot_begin_end_the_sweep(tmp_path):
@@ -383,9 +389,117 @@ def test_wrong_sweeps_are_refused(tmp_path):
         run_sweep(tiny(), tmp_path, Own(Awaited), workers=2)
     with pytest.raises(ArgumentError, match="workers is -1"):
         run_sweep(tiny(), tmp_path, workers=-1)
+    with pytest.raises(ArgumentError, match="together is 0"):
+        run_sweep(tiny(), tmp_path, together=0)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="does not take files"):
         run_sweep(tiny(), tmp_path / "file", workers=0)
+
+
+# --- several runs in one process
+
+
+@pytest.fixture
+def stacks(monkeypatch) -> list[int]:
+    """How many models each stack has had."""
+    sizes = []
+    real = StackedModel.__init__
+    monkeypatch.setattr(
+        StackedModel, "__init__", lambda self, models: (sizes.append(len(models)), real(self, models))[1]
+    )
+    return sizes
+
+
+def same_table(first, second, tolerance=1e-4):
+    columns = ["run", "status", "last_step", "step_solved", "loss_nats", "share_learned"]
+    pd.testing.assert_frame_equal(first.table[columns], second.table[columns], rtol=0, atol=tolerance)
+
+
+def test_seeds_trained_together_are_the_runs_that_each_would_be_alone(tmp_path, stacks):
+    """The seeds have matrices of their own. Two models of another width, and three of which two fit into a job."""
+    runs = tiny(d_model=[16, 32], seed=range(3), clip=0.1)
+    result = run_sweep(runs, tmp_path / "together", workers=0, together=2, progress=False)
+    assert stacks == [2, 2]  # and one alone of each width
+    alone = run_sweep(runs, tmp_path / "alone", workers=0, progress=False)
+    assert stacks == [2, 2]
+    same_table(result, alone)
+    assert len(set(result.table["loss_nats"])) == 6
+    for run in runs:
+        trained = Run.open(tmp_path / "together" / run.name)
+        assert (trained.seed, trained.task, trained.config) == (run.seed, run.task, run.config)
+
+
+def test_what_cannot_be_stacked_is_not(tmp_path, stacks):
+    """An attention bias is that of one task's matrix; other lengths and settings have other batches."""
+    bias = tiny(seed=range(2), attention_bias=2.0)
+    run_sweep(bias, tmp_path / "bias", workers=0, together=4, progress=False)
+    run_sweep([*tiny(states=[2, 3]), *tiny(steps=3)], tmp_path / "other", workers=0, together=4, progress=False)
+    assert stacks == []
+    one_matrix = tiny(seed=range(2), attention_bias=2.0, task_seed=0)
+    result = run_sweep(one_matrix, tmp_path / "one", workers=0, together=4, progress=False)
+    assert stacks == [2]
+    same_table(result, run_sweep(one_matrix, tmp_path / "alone", workers=0, progress=False))
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mlp_mixer"])
+def test_bfloat16_trained_together_is_what_it_is_alone_up_to_its_rounding(tmp_path, mixer, stacks):
+    runs = tiny(seed=range(2), dtype="bfloat16", mixer=mixer)
+    result = run_sweep(runs, tmp_path / "together", workers=0, together=2, progress=False)
+    assert stacks == [2]
+    same_table(result, run_sweep(runs, tmp_path / "alone", workers=0, progress=False), tolerance=5e-3)
+    plain = run_sweep(tiny(seed=range(2), mixer=mixer), tmp_path / "plain", workers=0, together=2, progress=False)
+    assert (plain.table["loss_nats"] != result.table["loss_nats"]).all()
+
+
+def test_a_run_that_fails_together_with_others_fails_alone(tmp_path, monkeypatch, stacks):
+    runs = trouble("none", "raise", "no trouble")
+    result = run_sweep(runs, tmp_path, workers=0, together=3, progress=False)
+    assert stacks[0] == 3
+    assert result.table["status"].tolist() == ["not solved", "failed", "not solved"]
+    assert result.failures == {runs[1].name: "RuntimeError: the dog ate the batch"}
+    same_table(
+        *(run_sweep([runs[0], runs[2]], path, workers=0, progress=False) for path in (tmp_path, tmp_path / "x"))
+    )
+
+
+def test_runs_that_start_from_others_are_trained_together_and_so_are_those(tmp_path, stacks):
+    early = tiny(seed=range(2), steps=3)
+    runs = [replace(run, init_from=start) for run, start in zip(tiny(seed=range(2)), early, strict=True)]
+    result = run_sweep(runs, tmp_path / "together", workers=0, together=2, progress=False)
+    assert stacks == [2, 2]
+    same_table(result, run_sweep(runs, tmp_path / "alone", workers=0, progress=False))
+
+
+def test_what_another_process_trains_is_waited_for_and_the_rest_is_trained_meanwhile(tmp_path, monkeypatch):
+    """One seed of those together is in use, and so is the run that another starts from."""
+    monkeypatch.setattr("emergent_heads.jobs.FIRST_REST_SECONDS", 0.01)
+    early = tiny(seed=5, steps=3)[0]
+    after = replace(tiny(seed=6)[0], init_from=early)
+    runs = [*tiny(seed=range(3)), after]
+    in_use = [tmp_path / runs[1].name, tmp_path / early.name]
+    locks = [FileLock(folder / ".lock") for folder in in_use]
+    for folder, lock in zip(in_use, locks, strict=True):
+        folder.mkdir()
+        lock.acquire()
+    rests = []
+
+    def rested(self, each):
+        ended = taken(self, each)
+        if ended is None:
+            done = [run.name for run in runs if (tmp_path / run.name / "metrics.parquet").is_file()]
+            rests.append(done)
+            if len(rests) == 4:
+                for lock in locks:
+                    lock.release()
+        return ended
+
+    taken = jobs._Round._taken
+    monkeypatch.setattr(jobs._Round, "_taken", rested)
+    result = run_sweep(runs, tmp_path, workers=0, together=3, progress=False)
+    assert set(result.table["status"]) == {"not solved"}
+    assert rests[-1] == [runs[0].name, runs[2].name]
+    monkeypatch.undo()
+    same_table(result, run_sweep(runs, tmp_path / "alone", workers=0, progress=False))
 
 
 # --- measures

@@ -15,7 +15,7 @@ from training_runs import CONFIG, QUICK, TASK, same_runs
 
 import emergent_heads.training.folder as folder_module
 from emergent_heads import storage
-from emergent_heads.errors import ArgumentError, NoCheckpointsError, OutputError, RunFolderError
+from emergent_heads.errors import ArgumentError, NoCheckpointsError, OutputError, RunFolderError, RunInUseError
 from emergent_heads.tasks.linear_map import LinearMap
 from emergent_heads.training.loop import train
 from emergent_heads.training.run import Run
@@ -168,6 +168,36 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path, whole):
     with FileLock(tmp_path / ".lock"):  # reading a finished run needs no lock
         quick(tmp_path)
     assert same_runs(tmp_path, whole.path)
+
+
+def test_a_run_whose_manifest_is_not_written_yet_is_one_to_be(tmp_path, monkeypatch):
+    """A process was killed before it, or another is at that point right now: then the lock says so."""
+
+    def stopped(*_):
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.RunFolder, "_write_manifest", stopped)
+        with pytest.raises(Stop):
+            quick(tmp_path / "run", attention_bias=2.0)
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["attention_bias.safetensors"]
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(RunInUseError):
+        quick(tmp_path / "run", attention_bias=2.0)
+    again = quick(tmp_path / "run", attention_bias=2.0)
+    assert same_runs(again.path, quick(tmp_path / "whole", attention_bias=2.0).path)
+
+
+def test_clearing_up_after_a_kill_leaves_the_files_of_other_processes_alone(tmp_path, whole):
+    """Of a run, only who holds its lock writes or clears; what others write beside it has names of its own."""
+    (tmp_path / "run").mkdir()
+    left = tmp_path / "run" / ".metrics-abc.parquet"
+    left.touch()
+    with storage.atomic_path(tmp_path / "run.error.txt") as beside:
+        beside.write_text("said")
+        quick(tmp_path / "run")
+    assert not left.exists()
+    assert (tmp_path / "run.error.txt").read_text() == "said"
+    assert same_runs(tmp_path / "run", whole.path)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 5, 6, 7, 8, 12, 20, 60])
