@@ -3,6 +3,8 @@
 import copy
 import pickle
 import shutil
+import sys
+import types
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -167,6 +169,15 @@ def test_what_only_cloudpickle_can_send_is_left_to_executors_that_use_it(tasks):
 def _call_pickled(content):
     function, arguments = pickle.loads(content)
     return function(*arguments)
+
+
+def test_what_a_notebook_defines_is_refused_where_processes_cannot_import_it(tasks, monkeypatch):
+    notebook = types.ModuleType("__main__")
+    exec("def load(step): ...", vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    series = CheckpointSeries.from_loader([0, 1], notebook.load, name="mine")
+    with pytest.raises(ArgumentError, match=r"the loader of mine is defined in this session.* put it into a module"):
+        eh.find_emergence(series, tasks, workers=1)
 
 
 def test_a_model_that_cannot_be_sent_is_refused(tasks, monkeypatch):
