@@ -75,7 +75,7 @@ class PromptError(EmergentHeadsError, ValueError):
 
 
 class ModelMismatchError(EmergentHeadsError, ValueError):
-    """Two models that must have the same shape do not."""
+    """Two models that must have the same shape do not, or weights that a run is to start from do not fit its model."""
 
 
 class UnsupportedModelError(EmergentHeadsError, TypeError):

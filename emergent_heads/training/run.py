@@ -164,8 +164,9 @@ class Run:
 
         Raises:
             UnsupportedModelError: the model is neither, or has an attention bias at one of the steps.
-            UnknownStepError: the run has no such checkpoint. CheckpointError: one cannot be read. OutputError: the
-            folder holds something else, or cannot be written.
+            UnknownStepError: the run has no such checkpoint.
+            CheckpointError: one cannot be read.
+            OutputError: the folder holds something else, or cannot be written.
         """
         from emergent_heads.training.export import export_huggingface
 
