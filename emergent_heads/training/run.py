@@ -152,8 +152,8 @@ class Run:
         Each holds `config.json`, `model.safetensors` and, of a run on text, the tokenizer, so that
         `AutoModelForCausalLM.from_pretrained(path / "step1")` and `CheckpointSeries.from_directory(path)` read them;
         `path/run.json` is the run's manifest. A model as `SmallModelConfig.gpt_neox` makes it becomes a GPT-NeoX, one
-        as `SmallModelConfig.transformer_pp` makes it a Llama. The folder appears when all is written; one that holds the
-        same export already is left as it is.
+        as `SmallModelConfig.transformer_pp` makes it a Llama. The folder appears when all is written, and one that
+        holds the same export already is left as it is.
 
         Args:
             path: a folder that does not exist yet, or is empty.
