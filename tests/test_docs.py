@@ -47,12 +47,13 @@ SMALLER = {
     "--steps 900": "--steps 8",
     "--checkpoints 0 50 100 200 300 400 500 600": "--checkpoints 0",
     "--n-train 2000": "--n-train 100 --n-test 50",
+    "Local(2)": "Local(1)",
     "--at-layers 0 --out": "--at-layers 0 --controls 2 --rows 50 --out",
 }
 """What is changed in the blocks so that a training takes a second; all else runs as it stands."""
 
 
-NEEDS = {"nnsight.md": "nnsight", "sparse_autoencoders.md": "sae_lens", "notebooks.md": "circuitsvis"}
+NEEDS = {"executors.md": "submitit", "nnsight.md": "nnsight", "sparse_autoencoders.md": "sae_lens", "notebooks.md": "circuitsvis"}
 """What a page's blocks cannot do without, beside the core."""
 
 

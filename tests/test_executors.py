@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from gated_runs import Gate, sweeping, wait_until
+from pages import blocks_of
 
 import emergent_heads as eh
 from emergent_heads import cli, executors
@@ -22,11 +23,24 @@ from emergent_heads.sweeps import grid, run_sweep
 from emergent_heads.tasks import LinearMap
 
 DRIVER = Path(__file__).parent / "sweep_driver.py"
+PAGE = Path(__file__).parents[1] / "docs" / "executors.md"
 PATIENCE_SECONDS = 300
 
 
 def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def run_block(engine: str, changes: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the block of the documentation that shows an engine, which needs one that is there, and checks its sweep."""
+    (code,) = [code for language, code in blocks_of(PAGE) if language == "text" and engine in code]
+    for shown, here in changes.items():
+        assert shown in code
+        code = code.replace(shown, here)
+    monkeypatch.chdir(folder)
+    namespace = {"eh": eh, "runs": grid(LinearMap, state_size=4, sparsity=2, n_layers=1, d_model=16, steps=2)}
+    exec(code, namespace)
+    assert namespace["sweep"].table["status"].tolist() == ["not solved"], namespace["sweep"].failures
 
 
 # --- processes of this machine
@@ -135,7 +149,7 @@ def endless():
     return turn
 
 
-def test_a_ray_cluster_that_loses_a_node_in_the_middle_of_a_sweep(ray, tmp_path):
+def test_a_ray_cluster_that_loses_a_node_in_the_middle_of_a_sweep(ray, tmp_path, monkeypatch):
     """And on the node that is left: a worker that is killed, jobs that are cancelled, and the command line."""
     from ray.cluster_utils import Cluster
 
@@ -165,6 +179,7 @@ def test_a_ray_cluster_that_loses_a_node_in_the_middle_of_a_sweep(ray, tmp_path)
                 os.kill(lost.held(0)[0], signal.SIGKILL)
                 lost.let_go()
                 lost.check(future.result(PATIENCE_SECONDS), lost=(0,), tmp_path=tmp_path / "alone")
+            run_block("Ray(", {}, tmp_path, monkeypatch)
             assert ray.is_initialized()
         assert not (tmp_path / "two").exists()
         assert not ray.is_initialized()
@@ -206,6 +221,12 @@ def test_a_slurm_job_that_is_killed_or_preempted_goes_on_from_its_last_save(subm
         logs = [path.read_text() for path in (tmp_path / "jobs").glob("*_log.err")]
         assert sum("this job is preempted" in log for log in logs) == 1
         assert len(logs) == 3  # two runs, and the killed one again
+
+
+def test_the_documented_sweep_by_slurm(submitit, tmp_path, monkeypatch):
+    run_block(
+        "Slurm(", {"/shared": str(tmp_path), "16,": 'cluster="local",', ', device="cuda"': ""}, tmp_path, monkeypatch
+    )
 
 
 def test_slurm_jobs_are_cancelled_at_the_end(submitit, tmp_path):
@@ -252,7 +273,7 @@ def test_what_slurm_refuses_is_said(submitit, tmp_path, monkeypatch):
 # --- dask
 
 
-def test_a_killed_worker_of_dask(tmp_path):
+def test_a_killed_worker_of_dask(tmp_path, monkeypatch):
     distributed = pytest.importorskip("distributed", reason="needs distributed, of the extra dev")
     gate = Gate.of(tmp_path / "gate", 3, hold=(0,))
     settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
@@ -260,6 +281,7 @@ def test_a_killed_worker_of_dask(tmp_path):
         distributed.LocalCluster(**settings, local_directory=str(tmp_path)) as cluster,
         distributed.Client(cluster) as client,
     ):
+        run_block("dask", {"tcp://scheduler:8786": client.scheduler.address}, tmp_path, monkeypatch)
         future = sweeping(gate, tmp_path / "sweep", client.get_executor())
         os.kill(gate.held(0)[0], signal.SIGKILL)
         gate.let_go()
@@ -356,7 +378,7 @@ def test_each_process_works_on_a_gpu_of_its_own():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_sweep_in_bfloat16_and_a_ranking_in_float32(tmp_path, device):
-    """Seeds together, on a GPU in a worker, are the runs that each is alone; what they attend to ranks as on the CPU."""
+    """Seeds together, on a GPU in a worker, are the runs that each is alone; their heads rank as on the CPU."""
     task = LinearMap(state_size=4, sparsity=2, seed=0)
     settings = {"n_layers": 2, "d_model": 32, "n_heads": 2, "steps": 60, "tokens_per_batch": 512, "evaluate_every": 20}
     runs = grid(task, **settings, dtype="bfloat16", learning_rate=3e-3, seed=range(4))

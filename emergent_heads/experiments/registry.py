@@ -320,8 +320,8 @@ _PRE_PRETRAINING = (
         "steps. The claim holds if Dyck, shuffle Dyck or NCA brings string repetition or in-context repetition sooner "
         "by the first clock, with p < 0.05 after Holm's correction for these six tries; it does not hold if all six "
         "are not sooner. Heads carry over if, over the heads, the rank correlation of what they do in the end of "
-        "pre-pretraining (fall of p of its own answers with the head's pattern of step 0) and delta_p at the emergence "
-        "of in-context repetition is higher within a seed than between seeds (whole interval).",
+        "pre-pretraining (fall of p of its own answers with the head's pattern of step 0) and delta_p at the "
+        "emergence of in-context repetition is higher within a seed than between seeds (whole interval).",
         "pre_pretraining:PRE_PRETRAINING",
         "",
         "pre-pretraining",
