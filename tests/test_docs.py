@@ -53,7 +53,12 @@ SMALLER = {
 """What is changed in the blocks so that a training takes a second; all else runs as it stands."""
 
 
-NEEDS = {"executors.md": "submitit", "nnsight.md": "nnsight", "sparse_autoencoders.md": "sae_lens", "notebooks.md": "circuitsvis"}
+NEEDS = {
+    "executors.md": "submitit",
+    "nnsight.md": "nnsight",
+    "notebooks.md": "circuitsvis",
+    "sparse_autoencoders.md": "sae_lens",
+}
 """What a page's blocks cannot do without, beside the core."""
 
 

@@ -32,7 +32,7 @@ def visible_gpus() -> str | None:
 
 
 def run_block(engine: str, changes: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the block of the documentation that shows an engine, which needs one that is there, and checks its sweep."""
+    """Runs the block of the documentation that shows an engine, on one that is there, and checks its sweep."""
     (code,) = [code for language, code in blocks_of(PAGE) if language == "text" and engine in code]
     for shown, here in changes.items():
         assert shown in code
