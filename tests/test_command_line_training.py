@@ -422,7 +422,7 @@ def test_reproduce_lists_the_findings(arguments, capsys):
 
     assert run("reproduce", *arguments) == 0
     printed = capsys.readouterr().out
-    assert len(EXPERIMENTS) == 20
+    assert len(EXPERIMENTS) == 21
     assert all(f"{name}\n    {each.claim}" in printed for name, each in EXPERIMENTS.items())
 
 
