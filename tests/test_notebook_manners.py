@@ -301,7 +301,7 @@ def test_bars_are_off_where_they_are_not_wanted_and_by_the_environment(monkeypat
     assert shown(False) == ""
 
 
-def test_every_bar_is_tqdm_autos_and_obeys_the_environment():
+def test_every_bar_is_tqdm_autos_and_obeys_the_caller_and_the_environment():
     bars = 0
     for path in Path(eh.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -311,7 +311,9 @@ def test_every_bar_is_tqdm_autos_and_obeys_the_environment():
                 assert not any(alias.name.startswith("tqdm") for alias in node.names), path
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "tqdm":
                 bars += 1
-                assert "disable" not in [keyword.arg for keyword in node.keywords], f"{path}: use notebook.bar"
+                named = [keyword.arg for keyword in node.keywords]
+                assert "disable" not in named, f"{path}: use notebook.bar"
+                assert None in named, f"{path}: take progress, and give **notebook.bar(progress)"
     assert bars > 10
 
 

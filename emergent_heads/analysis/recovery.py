@@ -84,6 +84,7 @@ def recovery_curve(
     seed: int = 0,
     executor: Executor | None = None,
     workers: int | None = 0,
+    progress: bool = True,
 ) -> RecoveryCurve:
     """Patches the top K heads together, for each K, against random head sets of the same layers.
 
@@ -102,6 +103,7 @@ def recovery_curve(
             workers. Each opens the two models once; p then agrees to float32's rounding, as batches are others.
             Checkpoints are loaded by the workers themselves, other models are pickled.
         workers: processes of this machine in its place; 0 runs all sets in this process, None takes one for each core.
+        progress: whether to show a bar.
 
     Raises:
         ArgumentError: no usable K, a head the model does not have, both an executor and workers, or something that
@@ -117,7 +119,7 @@ def recovery_curve(
     ranked = heads.top(len(every)) if isinstance(heads, HeadRanking) else [(int(at), int(head)) for at, head in heads]
     ks = _usable(ks, ranked, every)
     chosen: list[tuple[int, str, HeadSet]] = [(k, "ranked", frozenset(ranked[:k])) for k in ks]
-    with _runner(pair, (pre, post), task, rows, prompts, batch_size, executor, workers) as runner:
+    with _runner(pair, (pre, post), task, rows, prompts, batch_size, executor, workers, progress) as runner:
         greedy = _greedy(runner, every, max(ks, default=0)) if order == "greedy" else ()
         chosen += [(k, "greedy", frozenset(greedy[:k])) for k in ks if greedy]
         chosen += [(len(every), "ranked", frozenset(every))]
@@ -135,8 +137,8 @@ _OfSets = tuple[Float[np.ndarray, "set prompt"], Float[np.ndarray, "set prompt"]
 class _Sets:
     """Answers of pre with sets of heads patched, each distinct set run once."""
 
-    def __init__(self, pair: Pair, rows: str, batch_size: int | None) -> None:
-        self._pair, self._rows, self._batch_size = pair, rows, batch_size
+    def __init__(self, pair: Pair, rows: str, batch_size: int | None, progress: bool) -> None:
+        self._pair, self._rows, self._batch_size, self._progress = pair, rows, batch_size, progress
         self.p: dict[HeadSet, Float[np.ndarray, " prompt"]] = {}
         self.matched: dict[HeadSet, Float[np.ndarray, " prompt"]] = {}
 
@@ -148,7 +150,7 @@ class _Sets:
         self.p.update(zip(new, p, strict=True))
         self.matched.update(zip(new, matched, strict=True))
 
-    def measured(self, sets: Sequence[HeadSet], *, progress: bool = True) -> _OfSets:
+    def measured(self, sets: Sequence[HeadSet]) -> _OfSets:
         model = self._pair.model
         masks = torch.zeros(len(sets), model.n_layers, model.n_heads, dtype=torch.bool)
         for index, heads in enumerate(sets):
@@ -156,7 +158,7 @@ class _Sets:
                 masks[index, layer, head] = True
         p = np.empty((len(sets), len(self._pair.batch)))
         matched = np.empty_like(p)
-        with tqdm(total=p.size, desc="head sets x prompts", leave=False, **notebook.bar(progress)) as bar:
+        with tqdm(total=p.size, desc="head sets x prompts", leave=False, **notebook.bar(self._progress)) as bar:
             for prompts, trace, patterns in self._pair.traces():
                 answers = model.engine.patch_sets(trace, patterns, masks, rows=self._rows, batch_size=self._batch_size)
                 p[:, prompts] = np.exp(answers.log_p.double().numpy())
@@ -179,21 +181,22 @@ class _SentPair:
 
     def open(self) -> _Sets:
         pre, post = SentModel.arrived_together(self.pre, self.post)
-        return _Sets(open_pair(pre, post, self.task, prompts=self.prompts, rows=self.rows), self.rows, self.batch_size)
+        pair = open_pair(pre, post, self.task, prompts=self.prompts, rows=self.rows)
+        return _Sets(pair, self.rows, self.batch_size, progress=False)
 
     def measured(self, sets: Sequence[HeadSet]) -> _OfSets:
         """The job of some sets."""
-        return kept_by_worker(self.key, self.open).measured(sets, progress=False)
+        return kept_by_worker(self.key, self.open).measured(sets)
 
 
 class _SetsByWorkers(_Sets):
     """The same by workers."""
 
-    def __init__(self, sent: _SentPair, executor: Executor, workers: int | None) -> None:
-        self._sent, self._executor, self._workers = sent, executor, workers
+    def __init__(self, sent: _SentPair, executor: Executor, workers: int | None, progress: bool) -> None:
+        self._sent, self._executor, self._workers, self._progress = sent, executor, workers, progress
         self.p, self.matched = {}, {}
 
-    def measured(self, sets: Sequence[HeadSet], *, progress: bool = True) -> _OfSets:
+    def measured(self, sets: Sequence[HeadSet]) -> _OfSets:
         size = piece_size(len(sets), self._workers, _MOST_IN_JOB)
         pieces = [sets[start : start + size] for start in range(0, len(sets), size)]
         jobs = [
@@ -201,7 +204,8 @@ class _SetsByWorkers(_Sets):
             for number, piece in enumerate(pieces)
         ]
         modules = [*self._sent.pre.modules, *self._sent.post.modules]
-        ended = run_jobs(jobs, self._executor, modules=modules, title="head sets", unit="set", progress=progress)
+        shown: dict[str, Any] = {"title": "head sets", "unit": "set", "progress": self._progress}
+        ended = run_jobs(jobs, self._executor, modules=modules, **shown)
         of_jobs = dict(values(ended))
         p, matched = zip(*(of_jobs[job] for job in jobs), strict=True)
         return np.concatenate(p), np.concatenate(matched)
@@ -217,17 +221,18 @@ def _runner(
     batch_size: int | None,
     executor: Executor | None,
     workers: int | None,
+    progress: bool,
 ) -> Iterator[_Sets]:
     """What runs head sets: here, or by workers."""
     if executor is None and workers == 0:
-        yield _Sets(pair, rows, batch_size)
+        yield _Sets(pair, rows, batch_size, progress)
         return
     check_task_travels(executor, task)
     pre, post = (SentModel.of(model, what, executor) for model, what in zip(models, ("pre", "post"), strict=True))
     with opened(executor, workers) as chosen:
         assert chosen is not None
         sent = _SentPair(pre, post, task, rows, prompts, batch_size)
-        yield _SetsByWorkers(sent, chosen, 0 if executor else workers)
+        yield _SetsByWorkers(sent, chosen, 0 if executor else workers, progress)
 
 
 def _usable(ks: Sequence[int], ranked: Sequence[Head], every: Sequence[Head]) -> list[int]:
