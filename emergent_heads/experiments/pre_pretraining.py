@@ -110,7 +110,7 @@ SIZES = {
         vocabulary_size=128,
         context=64,
         before=500,
-        after=2000,
+        after=1500,
         training={**_TRAINING, "learning_rate": 8e-3, "betas": (0.9, 0.98), "tokens_per_batch": 2048},
         seeds=8,
     ),
@@ -148,7 +148,7 @@ def _runs(sizes: Sizes, recipes: Recipes, arm: str) -> list[RunSpec]:
 
 
 def _training(sizes: Sizes, steps: int, checkpoints: Sequence[int] | None = None) -> TrainingSettings:
-    every = max(1, (sizes.before + sizes.after) // 50)
+    every = max(1, (sizes.before + sizes.after) // 40)
     kept = range(0, steps + 1, every) if checkpoints is None else checkpoints
     return TrainingSettings(
         steps=steps, checkpoints=tuple(kept), evaluate_every=2 * every, n_held_out=64, **sizes.training
