@@ -114,14 +114,15 @@ class Slurm:
             cluster: "slurm"; "local" runs each job at once in a process of this machine, to try things out, and
                 "debug" in this process.
             **parameters: what a job takes, as parameters of `submitit.AutoExecutor`: `timeout_min` (240 if left out),
-                `cpus_per_task`, `gpus_per_node`, `mem_gb`, `slurm_partition`, `slurm_account`, ...
+                `cpus_per_task` (1 if left out), which is also its number of torch threads, `gpus_per_node`, `mem_gb`,
+                `slurm_partition`, `slurm_account`, ...
 
         Raises:
             ArgumentError: submitit is not installed, there is no Slurm here, or a parameter that it does not know.
         """
         submitit = _needed("submitit", "slurm")
         parallel = {} if workers is None else {"slurm_array_parallelism": whole_number("workers", workers, least=1)}
-        given = {"name": "emergent_heads", "timeout_min": 240, **parallel, **parameters}
+        given = {"name": "emergent_heads", "timeout_min": 240, "cpus_per_task": 1, **parallel, **parameters}
         try:
             self._executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=_TIMEOUTS)
             self._executor.update_parameters(**given)
@@ -129,11 +130,12 @@ class Slurm:
             raise ArgumentError(f"no Slurm on this machine: {_line(error)}") from error
         except _BAD_PARAMETERS as error:
             raise ArgumentError(f"submitit refuses these parameters: {_line(error)}") from error
+        self._threads: int = given["cpus_per_task"]
         self._jobs: list[SlurmJob] = []
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> "SlurmJob":
         """Queues `function(*arguments)`; within `batch()`, when that ends."""
-        job = SlurmJob(self._executor.submit(_GoesOn(function), *arguments))
+        job = SlurmJob(self._executor.submit(_GoesOn(function, self._threads), *arguments))
         self._jobs.append(job)
         return job
 
@@ -215,11 +217,15 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class _GoesOn:
-    """A function that Slurm runs again where it was preempted; submitit asks for that by the method `checkpoint`."""
+    """A function that Slurm runs again where it ran out of time; submitit asks for that by the method `checkpoint`."""
 
     function: Callable[..., Any]
+    threads: int
 
     def __call__(self, *arguments: Any) -> Any:
+        import torch
+
+        torch.set_num_threads(self.threads)  # else as many as the node has cores, which other jobs may be using
         return self.function(*arguments)
 
     def checkpoint(self, *arguments: Any) -> Any:

@@ -253,7 +253,7 @@ def test_what_slurm_gets_is_an_array_with_limits(submitit, tmp_path, monkeypatch
             jobs = [executor.submit(abs, number) for number in range(5)]
         assert [job.job.job_id for job in jobs] == [f"12_{number}" for number in range(5)]
     asked = next((tmp_path / "jobs").glob("*.sh")).read_text()  # the others are links to it
-    for line in ("--array=0-4%2", "--gpus-per-node=1", "--time=30", "--partition=small", "--job-name=emergent_heads"):
+    for line in ("--array=0-4%2", "--gpus-per-node=1", "--time=30", "--partition=small", "--cpus-per-task=1"):
         assert f"#SBATCH {line}" in asked
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sum("/sbatch " in call for call in calls) == 1
@@ -300,6 +300,9 @@ def test_executors_by_name(submitit, tmp_path, monkeypatch):
     with open_executor("slurm", 3, folder=tmp_path, cluster="debug") as slurm:
         assert isinstance(slurm, Slurm)
         assert slurm.submit(abs, -2).result() == 2
+    with open_executor("slurm", folder=tmp_path, cluster="debug", cpus_per_task=2) as slurm:
+        assert slurm.submit(torch.get_num_threads).result() == 2
+    torch.set_num_threads(1)
     with pytest.raises(ArgumentError, match="no executor 'dask'"):
         open_executor("dask")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="workers is 0"):
