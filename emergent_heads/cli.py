@@ -74,6 +74,7 @@ Share = Annotated[float | None, _unset("X")]
 Folder = Annotated[Path | None, _unset("PATH")]
 TableFile = Annotated[Path | None, _unset("FILE")]
 FigureFile = Annotated[Path | None, _unset("FILE")]
+Together = Annotated[int, tyro.conf.arg(metavar="N")]
 
 
 _OVER_SEEDS = [
@@ -963,7 +964,7 @@ class Sweep:
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """folder for the runs, sweep.csv (a row per run) and summary.csv (over the seeds)"""
     workers: Workers = field(default_factory=Workers)
-    together: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    together: Together = 1
     """most seeds of one configuration that are trained together, in one process: for small models on a GPU"""
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
     """where to train, such as cuda"""
@@ -1032,6 +1033,8 @@ class Reproduce:
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("findings")
     """folder for the runs, and for a folder of tables and the figure for each finding"""
     workers: Workers = field(default_factory=Workers)
+    together: Together = 1
+    """most seeds of one configuration that are trained together, in one process: for small models on a GPU"""
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "cpu"
     """where to train, such as cuda"""
     max_steps: Number = None
@@ -1052,7 +1055,13 @@ class Reproduce:
 
         with self.workers.open(self.out) as who:
             finding = run_experiment(
-                self.name, self.out, scale=self.scale, device=self.device, max_steps=self.max_steps, **who
+                self.name,
+                self.out,
+                scale=self.scale,
+                together=self.together,
+                device=self.device,
+                max_steps=self.max_steps,
+                **who,
             )
         _print_result(finding)
         _say(f"tables and figure are in {finding.figure.parent}")

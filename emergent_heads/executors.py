@@ -8,7 +8,7 @@ what is done with lost workers.
 import importlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -146,8 +146,9 @@ class Slurm:
     def close(self) -> None:
         """Cancels what has not ended."""
         for job in self._jobs:
-            if not job.done():
-                job.cancel()
+            with suppress(AttributeError):  # one of an array that was never submitted
+                if not job.done():
+                    job.cancel()
 
     def __enter__(self) -> "Slurm":
         return self

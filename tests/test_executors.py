@@ -240,6 +240,17 @@ def test_slurm_jobs_are_cancelled_at_the_end(submitit, tmp_path):
     wait_until(job.done)
 
 
+def test_an_array_that_is_given_up_before_it_is_submitted_says_why(submitit, tmp_path):
+    def give_up() -> None:
+        with Slurm(tmp_path / "jobs", cluster="local") as executor, executor.batch():
+            executor.submit(abs, -1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        give_up()
+    assert not list((tmp_path / "jobs").glob("*.pkl"))
+
+
 def test_what_slurm_gets_is_an_array_with_limits(submitit, tmp_path, monkeypatch):
     """On a machine without Slurm, its commands are stood in for; submitit writes the file for sbatch."""
     commands = tmp_path / "bin"
@@ -352,8 +363,6 @@ WRONG = {
 @pytest.mark.parametrize(("options", "said"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("command", ["sweep", "reproduce"])
 def test_wrong_options_are_refused(options, said, command, sweep_file, tmp_path, capsys):
-    if command == "reproduce" and "--together" in options:
-        pytest.skip("reproduce has no --together")
     if "cuda" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     what = [str(sweep_file)] if command == "sweep" else ["context-length"]

@@ -1,5 +1,6 @@
 """The experiments on quiet features: what they train, what their rules say, and the whole way at a tiny size."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -197,6 +198,24 @@ def test_experiments_end_in_a_finding_a_figure_and_a_page(tiny, tmp_path):
     text = write_page(tmp_path, tmp_path / "findings.md").read_text()
     assert text.count("<a id=") == len(NAMES) - 2
     assert "<!-- begin: quiet features -->" in text
+
+
+def test_an_executor_trains_and_measures(tiny, tmp_path):
+    given = []
+
+    class Noting(ThreadPoolExecutor):
+        def submit(self, function, parcel):
+            given.append((parcel.function.__name__, parcel.arguments[0]))
+            return super().submit(function, parcel)
+
+    with Noting(1) as executor:
+        found = run_experiment("quiet-carry", tmp_path, executor=executor, together=2, progress=False)
+    kinds = [kind for kind, _ in given]
+    n_runs = len(found.runs)
+    assert n_runs > 2
+    assert kinds == ["train_and_measure"] * -(-n_runs // 2) + ["probe_run"] * n_runs
+    assert all(folder.is_absolute() for kind, folder in given if kind == "probe_run")  # other machines
+    assert (found.runs["status"] != "failed").all()
 
 
 @pytest.mark.gpu

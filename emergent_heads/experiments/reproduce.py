@@ -69,6 +69,7 @@ def run_experiment(
     scale: Scale = "small",
     workers: int | None = None,
     executor: Executor | None = None,
+    together: int = 1,
     device: str = "cpu",
     max_steps: int | None = None,
     progress: bool = True,
@@ -82,6 +83,7 @@ def run_experiment(
         scale: "small" for sizes that two cores can do in minutes, "paper" for the paper's sizes.
         workers: processes that train, and then measure, at once: by default one for each core; 0 for this process.
         executor: trains and measures in place of `workers`, as in `run_sweep`.
+        together: most runs that are trained in one process with stacked weights, as in `run_sweep`.
         device: where to train.
         max_steps: stop every run here, to try an experiment out.
         progress: whether to show a bar.
@@ -104,7 +106,7 @@ def run_experiment(
     arms = study.arms(Recipes(scale, max_steps))
     wanted = [run for arm in arms for run in arm.runs]
     how: dict[str, Any] = {"executor": executor, "workers": workers, "progress": progress}
-    sweep = run_sweep(wanted, Path(out) / RUNS, device=device, **how)
+    sweep = run_sweep(wanted, Path(out) / RUNS, together=together, device=device, **how)
     runs = runs_table(arms, sweep)
     if study.measure is not None:
         trained = runs.loc[runs["status"] != "failed", "run"].unique()
