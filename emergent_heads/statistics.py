@@ -267,8 +267,8 @@ def log_rank_p(
     samples = [(np.asarray(times, float), np.asarray(censored, bool)) for times, censored in (first, second)]
     if any(times.size == 0 for times, _ in samples) or all(censored.all() for _, censored in samples):
         return float("nan")
-    found = stats.logrank(*(stats.CensoredData.right_censored(times, censored) for times, censored in samples))
-    return float(found.pvalue)
+    ours, theirs = (stats.CensoredData.right_censored(times, censored) for times, censored in samples)
+    return float(stats.logrank(ours, theirs).pvalue)
 
 
 def holm_p(p_values: Float[np.ndarray, " test"]) -> Float[np.ndarray, " test"]:
