@@ -323,7 +323,20 @@ _PRE_PRETRAINING = (
         "pre-pretraining (fall of p of its own answers with the head's pattern of step 0) and delta_p at the "
         "emergence of in-context repetition is higher within a seed than between seeds (whole interval).",
         "pre_pretraining:PRE_PRETRAINING",
-        "",
+        "GPT-NeoX models of two layers and width 64 on the Python standard library (byte-pair encoding of 128 "
+        "tokens; in three rows of four one passage said over and over). 500 steps of 2,048 tokens before, 1,500 on "
+        "text after, 2,000 without pre-pretraining, one optimiser for all, embeddings drawn anew in between; 48 "
+        "runs of 500 steps stand behind the 56. All took 31 minutes of two cores, in part beside other work. "
+        "Checkpoints are 50 steps apart. String repetition counts as emerged at 0.3 of the prompts (0.1 are right "
+        "by chance, and such models end near 0.5), in-context repetition at 0.5; both were set after two runs on "
+        "text alone. Single trial runs of most arms were seen before, and changed the number of steps only. More "
+        "of the same text shows that what carries over can be seen: both kinds of heads are there at its step 0. "
+        "In all it is not sooner either, since its embeddings are learned twice. Two other ways were tried, three "
+        "seeds and 1,000 steps each (restricted means of string and in-context repetition; none: 650 and 433). A "
+        "learning rate of 1e-3 in pre-pretraining harms less: Dyck 700 and 533, shuffle Dyck 833 and 617, NCA 617 "
+        "and 483. 150 steps of it: Dyck 817 and 750 (one of three never), shuffle Dyck 1,000 and 950 (three and "
+        "two never), NCA 700 and 517. With three seeds none of these is a saving. Models this small, on so few "
+        "sequences, say nothing of those of the cited works, which have 160 million parameters.",
         "pre-pretraining",
     ),
 )
