@@ -1,6 +1,7 @@
 """What all tests share: one thread, no network, a cache folder of their own, and one small trained series."""
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from filelock import FileLock
 from emergent_heads.experiments.small_language_model import Recipe, train_series
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # More repetition and a higher learning rate than the demo's recipe: repeats sooner, for tests.
 EARLY = Recipe(seed=0, steps=450, rows=24, repeated_rows=22, learning_rate=0.012)
