@@ -756,8 +756,7 @@ class Train:
 
     Example: emergent-heads train --task linear_map --n-layers 1 --d-model 128 --steps 500 --out runs/linear-map
 
-    Example: emergent-heads train --task repeated_text --vocabulary-size 128 --context 64 --gpt-neox --n-layers 2
-    --d-model 64 --steps 1000 --init-from runs/dyck --carry "all but embeddings" --out runs/text --export exported/text
+    Example: emergent-heads train --task repeated_text --gpt-neox --n-layers 2 --d-model 64 --steps 600 --out runs/text
     """
 
     task: TrainingTask

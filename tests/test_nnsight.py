@@ -1,6 +1,7 @@
 """nnsight models, run here and by a stand-in for nnsight's server: the numbers of the models they wrap."""
 
 import gc
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -58,6 +59,15 @@ def assert_same_ranking(found, expected):
 
 
 # ---- run here ----
+
+
+@pytest.fixture(autouse=True)
+def _cloudpickle_as_before():
+    """A request makes nnsight have all modules outside site-packages pickled by value, in this process for ever."""
+    by_value = importlib.import_module("cloudpickle.cloudpickle")._PICKLE_BY_VALUE_MODULES
+    before = set(by_value)
+    yield
+    by_value.intersection_update(before)
 
 
 @pytest.mark.parametrize("name", NAMES)
