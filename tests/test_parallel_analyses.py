@@ -286,14 +286,15 @@ def test_known_issues_are_warned_of_once_and_by_the_caller(tasks, tmp_path, thre
     assert "allow_known_bad=True" in point.problems[0]
 
 
-def test_a_killed_worker_costs_the_evaluation_it_was_at(run, processes, monkeypatch):
+def test_a_killed_worker_costs_the_evaluation_it_was_at(run, monkeypatch):
     monkeypatch.setattr("emergent_heads.analysis.emergence._MOST_IN_PIECE", 4)
     batch = TASK.batch(8, seed=1)
     task = eh.tasks.from_tokens(batch.tokens[:, :-1], batch.tokens[:, -1])
     alone = eh.find_emergence(CheckpointSeries.from_run(run), task, "scan", progress=False)
     shutil.rmtree(eh.storage.cache_folder())
     (run / "kills_at_2").touch()
-    point = eh.find_emergence(deadly_series(run), task, "scan", executor=processes, progress=False)
+    with executors.Local(2) as processes:  # begun here, for they keep evaluations where this test does
+        point = eh.find_emergence(deadly_series(run), task, "scan", executor=processes, progress=False)
     assert not (run / "kills_at_2").exists()
     rest = [name for name in alone.table if name != "reused"]
     pd.testing.assert_frame_equal(point.table[rest], alone.table[rest])

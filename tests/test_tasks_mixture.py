@@ -59,6 +59,7 @@ def test_counts_are_exact_and_no_matter_of_chance():
 
 @settings(deadline=None)
 @example([17, 20, 6, 13], 52)  # equal remainders that differ in floating point
+@example([2, 13, 13, 18, 20], 18)  # and that lie between two rounded values
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any), st.integers(1, 200))
 def test_counts_are_those_of_largest_remainders(weights, n):
     mixture = Mixture((LOW,) * len(weights), weights)

@@ -216,7 +216,7 @@ def _largest_remainders(shares: Sequence[float], n: int) -> tuple[int, ...]:
     """`n` divided by shares: whole parts first, what is left to the largest remainders, of equal ones to the first."""
     exact = np.round(np.array(shares) * n, 9)  # so that 0.1 * 3 has no remainder of its own
     counts = np.floor(exact).astype(int)
-    remainders = np.round(exact - counts, 8)  # so that equal ones are equal
+    remainders = exact - counts - 1e-7 * np.arange(len(exact))  # equal ones differ by rounding: the first goes first
     for place in np.argsort(-remainders, kind="stable")[: n - counts.sum()]:
         counts[place] += 1
     return tuple(counts.tolist())
