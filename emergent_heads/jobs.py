@@ -111,10 +111,7 @@ def run_jobs(
         ProcessStartError: no process could begin to work.
     """
     jobs = list(jobs)
-    if executor is not None and workers not in (None, 0):
-        raise ArgumentError("workers are of the default executor; leave them out, or the executor")
-    if workers is not None and workers < 0:
-        raise ArgumentError(f"workers is {workers}; give the number of processes, or 0 for this process")
+    check_workers(executor, workers)
     with ExitStack() as stack:
         total = done_before + sum(job.size for job in jobs)
         bar = tqdm(total=total, initial=done_before, desc=title, unit=unit, **notebook.bar(progress))
@@ -135,6 +132,18 @@ def values(ended: Iterable[Ended]) -> Iterator[tuple[Job, Any]]:
         if each.error is not None:
             raise each.error
         yield each.job, each.value
+
+
+def check_workers(executor: Executor | None, workers: int | None) -> None:
+    """Checks that work is given to one of the two.
+
+    Raises:
+        ArgumentError: both an executor and workers, or a negative number of workers.
+    """
+    if executor is not None and workers not in (None, 0):
+        raise ArgumentError("workers are of the default executor; leave them out, or the executor")
+    if workers is not None and workers < 0:
+        raise ArgumentError(f"workers is {workers}; give the number of processes, or 0 for this process")
 
 
 def cores() -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from emergent_heads.errors import ArgumentError, EmergentHeadsError
-from emergent_heads.jobs import Ended, Executor, cores
+from emergent_heads.jobs import Ended, Executor, check_workers, cores
 from emergent_heads.processes import Local, ProcessDiedError
 
 _Value = TypeVar("_Value")
@@ -44,10 +44,7 @@ def opened(executor: Executor | None, workers: int | None) -> Iterator[Executor 
     Raises:
         ArgumentError: both an executor and workers, or a negative number of workers.
     """
-    if executor is not None and workers not in (None, 0):
-        raise ArgumentError("workers are of the default executor; leave them out, or the executor")
-    if workers is not None and workers < 0:
-        raise ArgumentError(f"workers is {workers}; give the number of processes, or 0 for this process")
+    check_workers(executor, workers)
     if executor is not None or workers == 0:
         yield executor
         return
